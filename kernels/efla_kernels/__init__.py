@@ -1,0 +1,42 @@
+"""Ops of EFLA, Gated EFLA, DeltaNet, Gated DeltaNet and Mamba-2; the derivation is in kernels/README.md."""
+
+from types import SimpleNamespace
+
+from efla_kernels import chunked as _chunked
+from efla_kernels import reference as _reference
+from efla_kernels.backends import available_backends, register_backend, resolve_backend
+from efla_kernels.coefficients import (
+    beta_gate,
+    erase_write_efla,
+    gated_coefficients,
+    relative_exp,
+    relative_exp_slope,
+    squared_norm,
+    unit_norm,
+)
+from efla_kernels.mamba import mamba2, ssd
+from efla_kernels.ops import delta_rule, deltanet, efla, gated_deltanet, gated_efla, model_coefficients
+
+register_backend("torch", SimpleNamespace(delta_rule=_chunked.delta_rule, ssd=_chunked.ssd))
+register_backend("reference", SimpleNamespace(delta_rule=_reference.delta_rule, ssd=_reference.ssd))
+
+__all__ = [
+    "available_backends",
+    "beta_gate",
+    "delta_rule",
+    "deltanet",
+    "efla",
+    "erase_write_efla",
+    "gated_coefficients",
+    "gated_deltanet",
+    "gated_efla",
+    "mamba2",
+    "model_coefficients",
+    "register_backend",
+    "relative_exp",
+    "relative_exp_slope",
+    "resolve_backend",
+    "squared_norm",
+    "ssd",
+    "unit_norm",
+]
