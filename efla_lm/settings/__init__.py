@@ -1,0 +1,57 @@
+"""Settings: typed keys, their composition from `conf/` and the command line, and the frame of an entry point.
+
+    from efla_lm.settings import TrainSettings, compose, entry
+
+    settings = compose("train", ["model=deltanet", "size=340m", "train.steps=10"], TrainSettings)
+
+    @entry("train", TrainSettings)
+    def main(settings: TrainSettings) -> int | None: ...
+
+A new settings class is a dataclass whose fields are declared with `key(default, help, choices=..., path=...)`;
+`entry("eval", EvalSettings)` then reads `conf/eval.yaml`, whose defaults list starts with `- eval_schema`.
+"""
+
+from efla_lm.settings.compose import compose, load_settings, to_dict, to_yaml
+from efla_lm.settings.entrypoint import EntryPoint, entry
+from efla_lm.settings.fields import MISSING, PATH, PATH_OR_HUB, PathRule, key, list_keys
+from efla_lm.settings.overrides import UsageError
+from efla_lm.settings.schema import (
+    DataSettings,
+    ExportSettings,
+    LoggerSettings,
+    LoopSettings,
+    ModelSettings,
+    OptimSettings,
+    ParallelSettings,
+    PrepareSettings,
+    ScheduleSettings,
+    SizeSettings,
+    TrainSettings,
+)
+
+__all__ = [
+    "MISSING",
+    "PATH",
+    "PATH_OR_HUB",
+    "DataSettings",
+    "EntryPoint",
+    "ExportSettings",
+    "LoggerSettings",
+    "LoopSettings",
+    "ModelSettings",
+    "OptimSettings",
+    "ParallelSettings",
+    "PathRule",
+    "PrepareSettings",
+    "ScheduleSettings",
+    "SizeSettings",
+    "TrainSettings",
+    "UsageError",
+    "compose",
+    "entry",
+    "key",
+    "list_keys",
+    "load_settings",
+    "to_dict",
+    "to_yaml",
+]

@@ -1,0 +1,157 @@
+"""What every entry point does around its work: read settings, help, one line for a user's error, an exit code.
+
+    from efla_lm.settings import TrainSettings, entry
+
+    @entry("train", TrainSettings)
+    def main(settings: TrainSettings) -> int | None:
+        \"\"\"Train a language model.\"\"\"
+        ...
+
+    if __name__ == "__main__":
+        main()                      # reads sys.argv, ends the process with the exit code
+        # in a test: main.run(["size=tiny", "train.steps=2"]) -> exit code
+
+The current folder is not changed and no directory is made.
+"""
+
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar
+
+import efla_data.errors
+from omegaconf import OmegaConf
+
+from efla_lm.errors import UserError
+from efla_lm.settings.compose import CONFIG_DIR, compose_config, make_paths_absolute, to_settings, to_yaml
+from efla_lm.settings.fields import MISSING, list_keys
+from efla_lm.settings.overrides import UsageError, list_groups
+
+Settings = TypeVar("Settings")
+
+
+class EntryPoint(Generic[Settings]):
+    """A command: `work(settings)` behind a hydra command line. Call it to run on `sys.argv` and exit."""
+
+    def __init__(
+        self, work: Callable[[Settings], int | None], config_name: str, settings_class: type[Settings], config_dir: Path
+    ) -> None:
+        self.work = work
+        self.config_name = config_name
+        self.settings_class = settings_class
+        self.config_dir = config_dir
+        self.__doc__ = work.__doc__
+
+    def __call__(self) -> NoReturn:
+        sys.exit(self.run(sys.argv[1:]))
+
+    def run(self, arguments: Sequence[str], program: str | None = None) -> int:
+        """Run on a list of arguments; return the exit code.
+
+        0 done, 1 an error that the user can fix, 2 a command line that cannot be meant; any other exception passes.
+        """
+        program = program or program_name()
+        parser = argparse.ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
+        parser.add_argument("-h", "--help", action="store_true")
+        parser.add_argument("-c", "--cfg", choices=("job",))
+        parser.add_argument("--resolve", action="store_true")
+        parser.add_argument("overrides", nargs="*")
+        try:
+            options = parser.parse_intermixed_args(list(arguments))
+        except SystemExit as stop:
+            return int(stop.code or 0)
+        if options.help:
+            print(self.help(program))
+            return 0
+        try:
+            config = compose_config(
+                self.config_name, options.overrides, self.settings_class, config_dir=self.config_dir, program=program
+            )
+            if options.cfg and not options.resolve:
+                print(OmegaConf.to_yaml(config), end="")
+                return 0
+            settings = to_settings(config, self.settings_class, program=program)
+            make_paths_absolute(settings, Path.cwd())
+            if options.cfg:
+                print(to_yaml(settings), end="")
+                return 0
+        except UsageError as error:
+            _report(error, every_rank=False)
+            return 2
+        try:
+            return self.work(settings) or 0
+        except (UserError, efla_data.errors.DataError, UsageError, FileNotFoundError) as error:
+            _report(error, every_rank=True)
+            return 1
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            _report(error, every_rank=True)
+            return 1
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+
+    def help(self, program: str) -> str:
+        """What the command does, its groups, and every key with type, default and meaning."""
+        keys, groups = list_keys(self.settings_class), list_groups(self.config_dir, self.config_name)
+        lines = [f"usage: {program} [key=value ...] [group=option ...]", ""]
+        lines += [" ".join((self.work.__doc__ or "").split("\n\n")[0].split()), ""]
+        if groups:
+            lines += ["groups:", *(f"  {group}={{{','.join(options)}}}" for group, options in groups.items()), ""]
+        lines.append("keys (default; later files of conf/ may change it, --cfg job shows the result):")
+        for name, info in keys.items():
+            default = "required" if info.default == MISSING else "null" if info.default is None else info.default
+            choices = f" [{', '.join(info.choices)}]" if info.choices else ""
+            lines.append(f"  {name}={default}")
+            lines.append(f"      {info.type_name}{choices}. {info.help}".rstrip(". ") + ".")
+        lines += [
+            "",
+            "options:",
+            "  -h, --help       this text",
+            "  -c, --cfg job    print the composed config instead of running; with --resolve, as the command would use it",
+        ]
+        return "\n".join(lines)
+
+
+def entry(
+    config_name: str, settings_class: type[Settings], *, config_dir: Path = CONFIG_DIR
+) -> Callable[[Callable[[Settings], int | None]], EntryPoint[Settings]]:
+    """Make a function of typed settings into a command configured by `conf/CONFIG_NAME.yaml` (see the module's example).
+
+    The class is registered as `CONFIG_NAME_schema`; list that first in the config's defaults so that the files are
+    checked as they are merged.
+    """
+
+    def wrap(work: Callable[[Settings], int | None]) -> EntryPoint[Settings]:
+        return EntryPoint(work, config_name, settings_class, config_dir)
+
+    return wrap
+
+
+def program_name() -> str:
+    """The command as the user typed it: `train.py`, or `python -m scripts.prepare`."""
+    main: Any = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name not in ("__main__", "pytest.__main__"):
+        return f"python -m {spec.name}"
+    return Path(sys.argv[0]).name
+
+
+def _report(error: BaseException, every_rank: bool) -> None:
+    """Print `error: ...` on one line. What all ranks see alike is said by rank 0 alone."""
+    rank = os.environ.get("RANK", "0")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" while writing {error.filename}" if error.filename else ""
+        message = f"no space left on the disk{where}; free some and start again (resume=auto continues)"
+    elif isinstance(error, FileNotFoundError) and error.filename is not None:
+        message = f"{error.filename}: no such file or folder"
+    else:
+        message = " ".join(str(error).split())
+    if rank == "0":
+        print(f"error: {message}", file=sys.stderr)
+    elif every_rank:
+        print(f"[rank {rank}] error: {message}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Training parts. Import the module that is needed; this package imports nothing by itself."""
