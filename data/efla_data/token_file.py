@@ -1,0 +1,134 @@
+"""Read one split of a folder of token files: a memory-mapped stream of ids and the places where documents end.
+
+    train-00000.bin   N token ids, uint16 (vocabulary <= 65536) or uint32, little-endian
+    train-00000.idx   D document ends, uint64, little-endian: document d is tokens[ends[d-1]:ends[d]], its EOS included
+
+Nothing is loaded on open, so a file of any size costs a few pages of memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from efla_data.errors import DataError
+from efla_data.manifest import Manifest, Shard, load_manifest
+
+INDEX_DTYPE = np.dtype("<u8")
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """uint16 while every id fits, else uint32; little-endian."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def file_sha256(path: str | os.PathLike[str]) -> str:
+    """sha256 of a file, read in blocks."""
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFile:
+    """One split, open for reading. `tokens` [N] and `document_ends` [D] are read-only memory maps."""
+
+    folder: Path
+    split: str
+    manifest: Manifest
+    tokens: np.ndarray
+    document_ends: np.ndarray
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], split: str = "train", verify: bool = False) -> TokenFile:
+        """Open `split` ("train" or "heldout") of `folder`.
+
+        Always checks the manifest, that both files exist with the right size, and that the last document ends at the last
+        token. `verify=True` also reads every byte and compares sha256. DataError names file, expected and got.
+        """
+        folder = Path(folder).absolute()
+        manifest = load_manifest(folder)
+        if split not in manifest.splits:
+            have = ", ".join(sorted(manifest.splits)) or "none"
+            raise DataError(f"{folder} has no split {split!r} (it has: {have}); prepare it with held-out documents")
+        shards = manifest.splits[split].shards
+        if len(shards) != 1:
+            raise DataError(f"{folder}: split {split!r} has {len(shards)} shards, this version reads exactly 1")
+        shard = shards[0]
+        dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        tokens = _map(folder / shard.tokens_file, dtype, shard.tokens)
+        ends = _map(folder / shard.index_file, INDEX_DTYPE, shard.documents)
+        last = int(ends[-1]) if len(ends) else 0
+        if last != shard.tokens:
+            where = folder / shard.index_file
+            raise DataError(f"{where}: corrupt, last document should end at token {shard.tokens}, ends at {last}")
+        if verify:
+            _check_hashes(folder, shard)
+        return cls(folder, split, manifest, tokens, ends)
+
+    @property
+    def num_tokens(self) -> int:
+        """N: ids in the stream, EOS (and BOS) included."""
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        """D."""
+        return len(self.document_ends)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the content of this split (see `manifest.split_fingerprint`)."""
+        return self.manifest.splits[self.split].fingerprint
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id the tokenizer can give, plus one."""
+        return self.manifest.tokenizer.vocab_size
+
+    @property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes of the text behind the tokens: the unit of bits per byte."""
+        return self.manifest.splits[self.split].text_bytes
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """Folder of the tokenizer that made the ids, loadable by `AutoTokenizer.from_pretrained`."""
+        return self.folder / "tokenizer"
+
+    def document(self, index: int) -> np.ndarray:
+        """Ids of one document, BOS (if switched on) and EOS included. IndexError outside 0 <= index < D."""
+        if not 0 <= index < self.num_documents:
+            where = f"{self.folder} ({self.split})"
+            raise IndexError(f"document {index} of {where}: expected 0 <= index < {self.num_documents}")
+        start = int(self.document_ends[index - 1]) if index else 0
+        return self.tokens[start : int(self.document_ends[index])]
+
+    def check_vocabulary(self, model_vocab_size: int) -> None:
+        """DataError when the ids do not fit a model with `model_vocab_size` embeddings."""
+        if self.vocab_size > model_vocab_size:
+            raise DataError(
+                f"tokenizer of {self.folder} has {self.vocab_size} ids, the model has vocab_size={model_vocab_size}: "
+                f"set model.vocab_size={self.vocab_size} or more"
+            )
+
+
+def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    if not path.is_file():
+        raise DataError(f"missing token file {path}, which the manifest lists; prepare it again")
+    size, expected = path.stat().st_size, count * dtype.itemsize
+    if size != expected:
+        raise DataError(f"{path}: truncated or altered, expected {expected} bytes, got {size}; prepare it again")
+    if count == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+
+
+def _check_hashes(folder: Path, shard: Shard) -> None:
+    for name, expected in ((shard.tokens_file, shard.tokens_sha256), (shard.index_file, shard.index_sha256)):
+        got = file_sha256(folder / name)
+        if got != expected:
+            raise DataError(f"{folder / name}: corrupt, expected sha256 {expected}, got {got}; prepare it again")
