@@ -7,7 +7,7 @@ With T = context, N tokens, G = global batch, b = micro batch, R ranks, W = (N -
     placement:     j = (micro R + rank) b + i,   row i of micro-batch `micro` on `rank`
 
 So an epoch is every window once, in an order of its own; a step's G windows do not depend on how they are spread over
-ranks and micro-batches; and going to any step costs nothing. Fewer than T tokens at the end belong to no training window.
+ranks and micro-batches; and going to any step costs nothing. Fewer than T tokens at the end belong to no window.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """`targets` are the aligned next tokens, -100 where nothing is to be learnt; `window_ids` are -1 for padding rows."""
+    """`targets` are the aligned next tokens, -100 where nothing is to be learnt; padding rows have window id -1."""
 
     input_ids: torch.Tensor  # [b, T] int64
     targets: torch.Tensor  # [b, T] int64
@@ -36,7 +36,8 @@ class Batch:
 class WindowLoader:
     """Training batches: `batch(step, micro)` for any step and micro-batch, in any order.
 
-    `global_batch` and `micro_batch` count windows; `micro_steps` = global_batch / (micro_batch world_size) must be whole.
+    `global_batch` and `micro_batch` count windows; `micro_steps` = global_batch / (micro_batch world_size)
+    must be whole.
     `shuffle=False` reads the stream in order. `mask_boundaries=True` sets the target -100 where it would be the first
     token of the next document; the default trains on it, as the paper's concatenated stream does.
     """

@@ -1,8 +1,8 @@
 """`manifest.json`: what a folder of token files holds, where it came from, and how to check it.
 
 The fingerprint of a split is a hash of its content alone (token bytes, document ends, dtype, vocabulary, special ids).
-Paths, dates, library versions and the number of processes do not enter it, so equal data have equal fingerprints wherever
-they were made.
+Paths, dates, library versions and the number of processes do not enter it, so equal data have equal fingerprints
+wherever they were made.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Split:
 class Manifest:
     """The content of `manifest.json`.
 
-    `recipe` repeats the arguments of `prepare`; `sources` lists each file read with bytes, hash and documents; `skipped`
-    counts documents left out by reason, `skipped_examples` names file and line of the first few.
+    `recipe` repeats the arguments of `prepare`; `sources` lists each file read with bytes, hash and documents;
+    `skipped` counts documents left out by reason, `skipped_examples` names file and line of the first few.
     """
 
     dtype: str

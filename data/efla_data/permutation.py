@@ -5,8 +5,8 @@ A balanced Feistel network on 2h bits, 4^h >= size, is a bijection whatever its 
     (l, r) -> (r, l xor F_i(r)),   F_i(r) = splitmix64(r + key_i) mod 2^h,   i = 1..8
 
 Values that land outside 0..size-1 are sent through again (cycle walking), which keeps it a bijection on 0..size-1.
-Since 4^h < 4 size (for size > 1), a value needs fewer than four passes on average. Any position costs the same, so seeking
-is free and a corpus of any size needs no index in memory.
+Since 4^h < 4 size (for size > 1), a value needs fewer than four passes on average. Any position costs the same, so
+seeking is free and a corpus of any size needs no index in memory.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class TokenFile:
     def open(cls, folder: str | os.PathLike[str], split: str = "train", verify: bool = False) -> TokenFile:
         """Open `split` ("train" or "heldout") of `folder`.
 
-        Always checks the manifest, that both files exist with the right size, and that the last document ends at the last
-        token. `verify=True` also reads every byte and compares sha256. DataError names file, expected and got.
+        Always checks the manifest, that both files exist with the right size, and that the last document ends at
+        the last token. `verify=True` also reads every byte and compares sha256. DataError names file, expected and got.
         """
         folder = Path(folder).absolute()
         manifest = load_manifest(folder)

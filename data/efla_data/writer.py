@@ -1,4 +1,4 @@
-"""Write token files: the stream of ids, the document ends, their hashes. For `prepare`, and for ids that exist already."""
+"""Write token files: the stream of ids, the document ends, their hashes. For `prepare`, and for ids at hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ShardWriter:
         self.text_bytes += text_bytes
 
     def _write(self, which: int, values: np.ndarray) -> None:
-        data = memoryview(np.ascontiguousarray(values)).cast("B") if len(values) else b""
+        data = values.tobytes()
         (self._bin, self._idx)[which].write(data)
         self._hashes[which].update(data)
 
