@@ -1,0 +1,78 @@
+"""Mixer of the delta rules: EFLA, Gated EFLA, DeltaNet, Gated DeltaNet.
+
+All four share everything but the op, and the gated two add a decay and an output gate:
+
+    q, k, v = silu(conv(W x));  beta = sigmoid(W_b x);  log g = -exp(A_log) softplus(W_a x + dt_bias)
+    S_t = decay (I - erase k k^T) S_{t-1} + write k v^T;   o = S^T q / sqrt(K)
+    y = W_o (RMSNorm(o) [* silu(W_g x)])
+
+The op normalises q in all four, k in the DeltaNets only, and derives erase, write and decay from beta, |k|^2 and g.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import efla_kernels
+from torch import Tensor, nn
+
+from efla_lm.models.cache import LayerState
+from efla_lm.models.config import GATED_MIXERS, EflaConfig
+from efla_lm.models.layers import Decay, GatedRMSNorm, RMSNorm, ShortConvolution
+from efla_lm.models.sequence import SequenceInfo
+
+RULES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+    "efla": efla_kernels.efla,
+    "gated_efla": efla_kernels.gated_efla,
+    "deltanet": efla_kernels.deltanet,
+    "gated_deltanet": efla_kernels.gated_deltanet,
+}
+
+
+class DeltaMixer(nn.Module):
+    """One delta-rule mixer; q, k and v are one projection [3 * key_size, hidden_size] and one convolution."""
+
+    def __init__(self, config: EflaConfig) -> None:
+        super().__init__()
+        hidden, heads, width = config.hidden_size, config.num_heads, config.key_size
+        self.heads, self.head_dim, self.backend = heads, config.head_dim, config.backend
+        self.rule = RULES[config.mixer]
+        self.qkv_proj = nn.Linear(hidden, 3 * width, bias=False)
+        self.qkv_conv = ShortConvolution(3 * width, config.conv_size)
+        self.b_proj = nn.Linear(hidden, heads, bias=False)
+        if config.mixer in GATED_MIXERS:
+            self.a_proj = nn.Linear(hidden, heads, bias=False)
+            self.decay = Decay(heads)
+        else:
+            self.decay = None
+        if config.output_gate:
+            self.g_proj = nn.Linear(hidden, width, bias=False)
+            self.o_norm: nn.Module = GatedRMSNorm(config.head_dim, config.norm_eps)
+        else:
+            self.g_proj = None
+            self.o_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.o_proj = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
+        """hidden [B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
+        x = info.hide_padding(hidden)
+        qkv, conv_state = self.qkv_conv(self.qkv_proj(x), None if layer is None else layer.conv, info.segments)
+        # The convolution carries tokens into padding on their right: k = v = 0 there keeps the state as it is.
+        q, k, v = info.hide_padding(qkv).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
+        gates = [self.b_proj(x)]
+        if self.decay is not None:
+            gates.append(info.hide_padding(self.decay(self.a_proj(x))))  # log g = 0: padding does not decay
+        o, state = self.rule(
+            q, k, v, *gates,
+            initial_state=None if layer is None else layer.state,
+            output_final_state=layer is not None,
+            cu_seqlens=info.cu_seqlens,
+            backend=self.backend,
+        )  # fmt: skip
+        if layer is not None:
+            layer.conv, layer.state = conv_state.clone(), state
+        if self.g_proj is None:
+            o = self.o_norm(o)
+        else:
+            o = self.o_norm(o, self.g_proj(x).unflatten(-1, (self.heads, self.head_dim)))
+        return self.o_proj(o.flatten(2))

@@ -1,0 +1,57 @@
+"""Mamba-2 mixer (state-space duality), as published.
+
+    z, (x, B, C), dt = split(W_in u);  x, B, C = silu(conv(x, B, C) + bias)
+    S_t = exp(-exp(A_log) dt_t) S_{t-1} + dt_t B_t x_t^T,  dt_t = softplus(dt + dt_bias)
+    y = S^T C + D x;   out = W_out RMSNorm(y * silu(z))
+"""
+
+from __future__ import annotations
+
+import efla_kernels
+from torch import Tensor, nn
+
+from efla_lm.models.cache import LayerState
+from efla_lm.models.config import EflaConfig
+from efla_lm.models.layers import GatedRMSNorm, ShortConvolution, StateSpaceParameters
+from efla_lm.models.sequence import SequenceInfo
+
+
+class Mamba2Mixer(nn.Module):
+    """One Mamba-2 mixer; rows of `in_proj` are z, x, B, C, dt in the order of the published checkpoints."""
+
+    def __init__(self, config: EflaConfig) -> None:
+        super().__init__()
+        self.inner, self.heads, self.head_dim = config.inner_size, config.mamba_heads, config.mamba_head_dim
+        self.groups, self.state_size, self.backend = config.num_groups, config.state_size, config.backend
+        self.conv_size = self.inner + 2 * self.groups * self.state_size
+        self.in_proj = nn.Linear(config.hidden_size, self.inner + self.conv_size + self.heads, bias=False)
+        self.conv = ShortConvolution(self.conv_size, config.conv_size, bias=True)
+        self.ssm = StateSpaceParameters(self.heads)
+        self.norm = GatedRMSNorm(self.inner, config.norm_eps, gate_first=True, groups=self.groups)
+        self.out_proj = nn.Linear(self.inner, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
+        """hidden [B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
+        projected = self.in_proj(info.hide_padding(hidden))
+        z, xbc, dt = projected.split((self.inner, self.conv_size, self.heads), dim=-1)
+        xbc, conv_state = self.conv(xbc, None if layer is None else layer.conv, info.segments)
+        group_width = self.groups * self.state_size
+        x, B, C = info.hide_padding(xbc).split((self.inner, group_width, group_width), dim=-1)
+        A_log, dt_bias, D = self.ssm()
+        y, state = efla_kernels.mamba2(
+            x.unflatten(-1, (self.heads, self.head_dim)),
+            dt,
+            A_log,
+            B.unflatten(-1, (self.groups, self.state_size)),
+            C.unflatten(-1, (self.groups, self.state_size)),
+            D,
+            dt_bias,
+            dt_mask=info.mask,  # softplus of a padded step would still decay the state
+            initial_state=None if layer is None else layer.state,
+            output_final_state=layer is not None,
+            cu_seqlens=info.cu_seqlens,
+            backend=self.backend,
+        )
+        if layer is not None:
+            layer.conv, layer.state = conv_state.clone(), state
+        return self.out_proj(self.norm(y.flatten(2), z))

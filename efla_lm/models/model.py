@@ -1,0 +1,290 @@
+"""The language model: embedding, blocks of RMSNorm - mixer - RMSNorm - SwiGLU, norm, head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import ModelOutput, logging
+
+from efla_lm.models.cache import LayerState, RecurrentCache
+from efla_lm.models.config import EflaConfig
+from efla_lm.models.init import initial_value
+from efla_lm.models.layers import Decay, RMSNorm, StateSpaceParameters, SwiGLU
+from efla_lm.models.mixers import build_mixer
+from efla_lm.models.sequence import SequenceInfo, describe, is_left_padded
+
+logger = logging.get_logger(__name__)
+
+
+class EflaBlock(GradientCheckpointingLayer):
+    """x + mixer(norm(x)), then x + mlp(norm(x)) where the config has an MLP."""
+
+    def __init__(self, config: EflaConfig) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer = build_mixer(config)
+        self.mlp: SwiGLU | None = None
+        if config.mlp:
+            self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
+        hidden = hidden + self.mixer(self.mixer_norm(hidden), info, layer)
+        if self.mlp is not None:
+            hidden = hidden + self.mlp(self.mlp_norm(hidden))
+        return hidden
+
+
+@dataclass
+class EflaOutput(ModelOutput):
+    """What a forward pass returns; absent parts are None.
+
+    Attributes:
+        loss: fp32 scalar; mean for `labels`, sum for `targets`.
+        logits: [B, T or logits_to_keep, vocab_size].
+        last_hidden_state: [B, T, hidden_size] after the final norm (base model only).
+        cache: `RecurrentCache` to hand back with the next tokens; also reads as `past_key_values`.
+        hidden_states: the embedding and the output of each block, where asked for.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    last_hidden_state: Tensor | None = None
+    cache: RecurrentCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+    @property
+    def past_key_values(self) -> RecurrentCache | None:
+        return self.cache
+
+
+class EflaPreTrainedModel(PreTrainedModel):
+    """What base model and language model share for transformers."""
+
+    config_class = EflaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["EflaBlock"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _supports_sdpa = True
+    _is_stateful = True  # no assisted decoding: the state cannot be rolled back
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            # transformers marks what it has loaded from a checkpoint; only the rest is drawn.
+            if not getattr(parameter, "_is_hf_initialized", False):
+                parameter.copy_(initial_value(module, name, parameter.shape, self.config.initializer_range))
+
+    def new_cache(self) -> RecurrentCache:
+        """An empty cache for this model."""
+        return RecurrentCache(self.config.num_hidden_layers)
+
+    def fp32_modules(self) -> list[nn.Module]:
+        """Modules whose few parameters (A_log, dt_bias, D) compute in fp32 also where the model computes in bf16.
+
+        Give them a sharding group of their own: fully_shard(model.fp32_modules(), mp_policy=<fp32>), then the blocks.
+        Without it the model works too, with these parameters rounded to the compute dtype.
+        """
+        return [module for module in self.modules() if isinstance(module, (Decay, StateSpaceParameters))]
+
+
+class EflaModel(EflaPreTrainedModel):
+    """Token ids (or embeddings) to final hidden states."""
+
+    def __init__(self, config: EflaConfig) -> None:
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(EflaBlock(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.gradient_checkpointing = False
+        if config.mixer == "mamba2":
+            for block in self.layers:
+                # As published: residual outputs start 1/sqrt(blocks) smaller.
+                block.mixer.out_proj.init_scale = config.num_hidden_layers**-0.5
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embeddings = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        cache: RecurrentCache | None = None,
+        cu_seqlens: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> EflaOutput | tuple[Tensor, ...]:
+        """Run the blocks; see `EflaForCausalLM.forward` for the arguments."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = self._given_cache(cache, past_key_values)
+        batch, length = hidden.shape[:2]
+        info = describe(batch, length, hidden.device, attention_mask, cu_seqlens, cache)
+        cache = self._resolve_cache(cache, use_cache, info)
+        if self.config.mixer == "attention":
+            info = info.for_attention(self.config.head_dim, self.config.rope_theta)
+        collected = [hidden]
+        for index, block in enumerate(self.layers):
+            hidden = block(hidden, info, None if cache is None else cache.layers[index])
+            if output_hidden_states:
+                collected.append(hidden)
+        if cache is not None:
+            cache.advance(length, info.mask)
+        output = EflaOutput(
+            last_hidden_state=self.norm(hidden),
+            cache=cache,
+            hidden_states=tuple(collected) if output_hidden_states else None,
+        )
+        return output if return_dict is not False else output.to_tuple()
+
+    def _given_cache(self, cache: object, past_key_values: object) -> RecurrentCache | None:
+        """The cache under either of its names."""
+        if cache is not None and past_key_values is not None and cache is not past_key_values:
+            raise ValueError("cache and past_key_values name the same thing; got two different ones")
+        given = past_key_values if cache is None else cache
+        if given is not None and not isinstance(given, RecurrentCache):
+            raise ValueError(f"expected a RecurrentCache (model.new_cache()), got {type(given).__name__}")
+        if given is not None and len(given.layers) != len(self.layers):
+            raise ValueError(f"the cache is for {len(given.layers)} layers, the model has {len(self.layers)}")
+        return given
+
+    def _resolve_cache(
+        self, cache: RecurrentCache | None, use_cache: bool | None, info: SequenceInfo
+    ) -> RecurrentCache | None:
+        """Decide whether this pass fills a cache; use_cache=None means: outside training, where the input allows it."""
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled() and (use_cache or cache):
+            # A recomputed block would update its state twice.
+            logger.warning_once("gradient checkpointing recomputes blocks: the cache is left out in training")
+            return None
+        if cache is not None and use_cache is not False:
+            if not is_left_padded(info):
+                raise ValueError("a cache allows padding on the left only; the attention_mask ends with padding")
+            return cache
+        if use_cache is False and cache is not None:
+            raise ValueError("got a cache together with use_cache=False; leave one of them out")
+        possible = info.cu_seqlens is None and is_left_padded(info)
+        if use_cache and not possible:
+            raise ValueError(
+                "use_cache=True needs sequences that can go on: padding on the left only, no cu_seqlens; "
+                "pass use_cache=False to score right-padded or packed batches"
+            )
+        default = self.config.use_cache and not self.training and possible
+        return self.new_cache() if (default if use_cache is None else use_cache) else None
+
+
+class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
+    """Language model with an output head, tied to the embedding or not."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}
+
+    def __init__(self, config: EflaConfig) -> None:
+        super().__init__(config)
+        self.model = EflaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.model.embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.model.embeddings = value
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.lm_head = value
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        # The first forward pass makes the RecurrentCache that generate then hands back.
+        return False
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        cache: RecurrentCache | None = None,
+        labels: Tensor | None = None,
+        targets: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> EflaOutput | tuple[Tensor, ...]:
+        """Logits, loss and cache of a batch.
+
+        Args:
+            input_ids, inputs_embeds: exactly one of [B, T] and [B, T, hidden_size].
+            attention_mask: 1 on tokens, 0 on padding, [B, T] or with the cached positions in front. Padding on the left
+                changes nothing; on the right it is allowed without a cache.
+            cache, past_key_values: two names for the `RecurrentCache` of the tokens before.
+            labels: [B, T] as transformers has them: equal to input_ids, shifted here, -100 ignored; mean loss.
+            targets: [B, T] the next token of each position, -100 ignored; the loss is the SUM over the others, and no
+                logits are returned.
+            cu_seqlens: [N+1] offsets of N documents packed into one row (B = 1): no state, convolution or attention
+                crosses them.
+            use_cache: return a cache; None: outside training when config.use_cache and no loss is asked for.
+            logits_to_keep: only the last n positions get logits (0: all), or the positions of an index tensor.
+
+        Raises:
+            ValueError: for masks, boundaries, caches or targets that do not fit; nothing is guessed.
+        """
+        if labels is not None and targets is not None:
+            raise ValueError("give labels (shifted here, mean) or targets (aligned, sum), not both")
+        if use_cache is None and cache is None and past_key_values is None and (labels, targets) != (None, None):
+            use_cache = False
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            cache=cache,
+            cu_seqlens=cu_seqlens,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+        )
+        hidden = output.last_hidden_state
+        loss, logits = None, None
+        if targets is not None:
+            loss = self._summed_loss(hidden, targets)
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden if labels is not None else hidden[:, kept])
+            if labels is not None:
+                loss = _mean_shifted_loss(logits, labels)
+        result = EflaOutput(loss=loss, logits=logits, cache=output.cache, hidden_states=output.hidden_states)
+        return result if return_dict is not False else result.to_tuple()
+
+    def _summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        if targets.shape != hidden.shape[:2]:
+            raise ValueError(f"targets must be {tuple(hidden.shape[:2])} as the tokens, got {tuple(targets.shape)}")
+        logits = self.lm_head(hidden).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+
+
+def _mean_shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean of -log p(labels[t+1] | tokens to t) over labels that are not -100; 0 where all are."""
+    if labels.shape != logits.shape[:2]:
+        raise ValueError(f"labels must be {tuple(logits.shape[:2])} as the tokens, got {tuple(labels.shape)}")
+    following = labels[:, 1:].flatten()
+    scores = logits[:, :-1].float().flatten(0, 1)
+    total = F.cross_entropy(scores, following, ignore_index=-100, reduction="sum")
+    return total / (following != -100).sum().clamp(min=1)
