@@ -60,18 +60,19 @@ def delta_rule(
         keep = from_start[..., -1, None, None]
     # unitriangular: reads only what is strictly below the diagonal. Substitution is stable row by row whatever the
     # norms of the keys, because a key's norm scales a row and a column of A alone.
-    U, W = torch.linalg.solve_triangular(
-        A, torch.cat([w * V, erase_rows], -1), upper=False, unitriangular=True
-    ).split([v.shape[-1], key_width], -1)
+    solution = torch.linalg.solve_triangular(A, torch.cat([w * V, erase_rows], -1), upper=False, unitriangular=True)
+    U, W = solution.split([v.shape[-1], key_width], -1)
 
-    def step(state: Tensor, U: Tensor, W: Tensor, write_rows: Tensor, *keep: Tensor) -> Tensor:
+    def step(
+        state: Tensor, U: Tensor, W: Tensor, P: Tensor, read_rows: Tensor, write_rows: Tensor, *keep: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        X = U - W @ state
         carried = state * keep[0] if keep else state
-        return carried + write_rows @ (U - W @ state)
+        return read_rows @ state + P @ X, carried + write_rows @ X
 
-    chunks = (U, W, write_rows) if keep is None else (U, W, write_rows, keep)
+    chunks = (U, W, P, read_rows, write_rows, *(() if keep is None else (keep,)))
     state = _initial_state(initial_state, (grid.sequences, heads, key_width, v.shape[-1]), dtype, q.device)
-    before, final = grid.scan(step, state, *chunks)
-    out = read_rows @ before + P @ (U - W @ before)
+    out, final = grid.scan(step, state, *chunks)
     return grid.join(out).to(v.dtype), final if output_final_state else None
 
 
@@ -114,13 +115,15 @@ def ssd(
         """[M, G, rows, R P] -> [M, H, rows, P]."""
         return t.unflatten(3, (per_group, width)).transpose(2, 3).flatten(1, 2)
 
-    written = heads_of(B_.transpose(-1, -2) @ columns(X * within[..., -1, :, None]))
+    def step(state: Tensor, C: Tensor, keep: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
+        return C @ state, state * keep + written
+
+    written = B_.transpose(-1, -2) @ columns(X * within[..., -1:, :].transpose(-1, -2))
+    keep = columns(from_start[..., -1, None, None].expand(-1, -1, 1, width))
     state = _initial_state(initial_state, (grid.sequences, heads, state_width, width), dtype, x.device)
-    before, final = grid.scan(
-        lambda state, keep, written: state * keep + written, state, from_start[..., -1, None, None], written
-    )
-    out = inside + heads_of(C_ @ columns(before)) * from_start.unsqueeze(-1)
-    return grid.join(out).to(x.dtype), final if output_final_state else None
+    read, final = grid.scan(step, columns(state), C_, keep, written)
+    out = inside + heads_of(read) * from_start.unsqueeze(-1)
+    return grid.join(out).to(x.dtype), heads_of(final) if output_final_state else None
 
 
 def _decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,15 +82,19 @@ def relative_exp(x: Tensor) -> Tensor:
     return _RelativeExp.apply(x)
 
 
+def _erase_write(beta: Tensor, lam: Tensor) -> Tensor:
+    """(1 - exp(-beta lam)) / lam; dividing by lam itself keeps a lam within one ulp of 1, which beta E(x) does not."""
+    tiny = lam < torch.finfo(lam.dtype).tiny
+    return torch.where(tiny, beta, -torch.expm1(-beta * lam) / torch.where(tiny, 1.0, lam))
+
+
 class _EraseWrite(torch.autograd.Function):
     """a(beta, lam): da/dbeta = exp(-beta lam), da/dlam = beta^2 E'(beta lam)."""
 
     @staticmethod
     def forward(ctx: Any, beta: Tensor, lam: Tensor) -> Tensor:
         ctx.save_for_backward(beta, lam)
-        # dividing by lam itself keeps a * lam within one ulp of -expm1(-beta lam) <= 1, which beta * E does not
-        tiny = lam < torch.finfo(lam.dtype).tiny
-        return torch.where(tiny, beta, -torch.expm1(-beta * lam) / torch.where(tiny, 1.0, lam))
+        return _erase_write(beta, lam)
 
     @staticmethod
     @once_differentiable
@@ -121,7 +125,7 @@ class _GatedCoefficients(torch.autograd.Function):
     def forward(ctx: Any, beta: Tensor, lam: Tensor, log_g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(beta, lam, log_g)
         g, log_decay = torch.exp(log_g), torch.expm1(log_g)
-        e = _EraseWrite.forward(_Discard(), g * beta, lam)
+        e = _erase_write(g * beta, lam)
         w = beta * _relative_exp(g * beta * lam - log_decay)
         return e, w, log_decay
 
@@ -138,13 +142,6 @@ class _GatedCoefficients(torch.autograd.Function):
         dlam = de * (g * beta).square() * slope_x + dw * g * beta.square() * slope_eta
         dlog_g = g * beta * de * keep + dw * beta * slope_eta * (x - g) + dlog_decay * g
         return dbeta, dlam, dlog_g
-
-
-class _Discard:
-    """Stands in for the autograd context where only the value is wanted."""
-
-    def save_for_backward(self, *_: Tensor) -> None:
-        return None
 
 
 def gated_coefficients(beta: Tensor, lam: Tensor, log_g: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -67,23 +67,23 @@ class ChunkGrid:
         return y.flatten(0, 1).index_select(0, self.slot_of_token).unsqueeze(0)
 
     def scan(
-        self, step: Callable[..., Tensor], initial_state: Tensor, *chunks: Tensor
+        self, step: Callable[..., tuple[Tensor, Tensor]], initial_state: Tensor, *chunks: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Carry each sequence's state over its chunks: `step(state, *chunks of this step) -> next state`.
+        """Carry each sequence's state over its chunks: `step(state, *chunks of this step) -> (output, next state)`.
 
-        initial_state [N, ...]; chunks [M, ...] each. Returns the states before each chunk [M, ...] and the final ones.
+        initial_state [N, ...]; chunks [M, ...] each. Returns the outputs [M, ...] and the final states [N, ...].
         """
         state = initial_state if self.order is None else initial_state.index_select(0, self.order)
-        before, finished = [], []
+        outputs, finished = [], []
         # split, not slices: the backward of a slice writes a whole tensor of zeros at every step
         for rows in zip(*(x.split(self.running) for x in chunks), strict=True):
             running = rows[0].shape[0]
             if running < state.shape[0]:
                 state, done = state.split([running, state.shape[0] - running])
                 finished.append(done)
-            before.append(state)
-            state = step(state, *rows)
+            output, state = step(state, *rows)
+            outputs.append(output)
         final = torch.cat([state, *reversed(finished)]) if finished else state
         if self.order is not None:
             final = final.index_select(0, torch.argsort(self.order))
-        return torch.cat(before), final
+        return torch.cat(outputs), final
