@@ -1,0 +1,48 @@
+"""From a training checkpoint to a Hugging Face folder: config.json, model.safetensors (fp32), the tokenizer.
+
+One process reads the checkpoint; nothing is collective, so nothing can wait for a rank that does not come.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from efla_lm.errors import UserError
+from efla_lm.models import EflaConfig, EflaForCausalLM
+from efla_lm.training.checkpoint import load_model_weights, tokenizer_dir
+
+
+def load_model(step_dir: Path) -> EflaForCausalLM:
+    """The model of a checkpoint, fp32 on the CPU, in evaluation mode. Raises UserError if the two do not fit."""
+    model = EflaForCausalLM(EflaConfig.from_pretrained(step_dir))
+    missing, unexpected = model.load_state_dict(load_model_weights(step_dir), strict=False)
+    model.tie_weights()
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
+    if wrong := sorted({*missing, *unexpected} - tied):
+        raise UserError(f"{step_dir}: its tensors do not fit its config.json: {wrong[0]} is missing or left over")
+    return model.eval()
+
+
+def export_checkpoint(step_dir: Path, out: Path) -> Path:
+    """Write the model and tokenizer of a checkpoint to `out`, for `AutoModelForCausalLM.from_pretrained` after
+    `import efla_lm`. The folder appears whole, in place of an older one. Returns `out`.
+    """
+    tokenizer = tokenizer_dir(step_dir)
+    if not tokenizer.is_dir():
+        raise UserError(f"{tokenizer}: the tokenizer of {step_dir} is missing, so the export would be incomplete")
+    partial = out.with_name(out.name + ".tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    load_model(step_dir).save_pretrained(partial)
+    shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
+    if out.exists():
+        old = out.with_name(out.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(out, old)
+        os.rename(partial, out)
+        shutil.rmtree(old)
+    else:
+        os.rename(partial, out)
+    return out

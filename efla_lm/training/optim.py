@@ -1,0 +1,96 @@
+"""AdamW over sharded fp32 masters: which parameters decay, the gradient norm of all ranks, and a step that can be
+declined.
+
+    m <- b1 m + (1 - b1) g      v <- b2 v + (1 - b2) g^2                                   (arXiv 1711.05101)
+    p <- p - lr (m' / (sqrt(v') + eps) + weight_decay p),   m' = m / (1 - b1^n),   v' = v / (1 - b2^n)
+
+The paper gives AdamW with weight decay 0.1 and no list of what decays. We do as the field's recipes do (GPT-2/3,
+Llama and Mamba training): the weights of `nn.Linear` and `nn.Embedding` decay, tied or not; norm gains, biases, short
+convolutions, A_log, dt_bias and D do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from efla_lm.training.distributed import is_whole, local
+
+
+def decayed(model: nn.Module) -> set[str]:
+    """Names of the parameters under weight decay: matrices of linear maps and embeddings."""
+    return {
+        f"{prefix}.weight" if prefix else "weight"
+        for prefix, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Embedding))
+    } & {name for name, _ in model.named_parameters()}
+
+
+def build_optimizer(model: nn.Module, *, betas: Sequence[float], eps: float, weight_decay: float) -> AdamW:
+    """AdamW with its state made at once (zeros), so that a checkpoint can be read straight into it.
+
+    The learning rate is 0 until `set_learning_rate`. Parameters must be fp32 (ValueError otherwise): an optimiser on
+    bf16 weights loses every update smaller than 1/256 of the weight.
+    """
+    decay, names = decayed(model), dict(model.named_parameters())
+    wrong = [name for name, p in names.items() if p.dtype != torch.float32]
+    if wrong:
+        raise ValueError(f"optimiser masters must be float32: {len(wrong)} are not, the first is {wrong[0]}")
+    # sharded (DTensor) and whole (plain) parameters must not meet in one fused call
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in names.items():
+        groups.setdefault((name in decay, is_whole(name)), []).append(parameter)
+    optimizer = AdamW(
+        [{"params": group, "weight_decay": weight_decay if key[0] else 0.0} for key, group in groups.items()],
+        lr=0.0,
+        betas=(betas[0], betas[1]),
+        eps=eps,
+        fused=True,  # one kernel, and the only form that takes the decision to skip from the device (`found_inf`)
+    )
+    for parameter in names.values():
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    return optimizer
+
+
+def set_learning_rate(optimizer: AdamW, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def squared_norm(model: nn.Module, *, replicas: int, world_size: int) -> Tensor:
+    """This rank's share of the squared gradient norm (float64 scalar, on the device): summed over all ranks it is
+    |g|^2.
+
+    replicas: how many ranks hold the same shard (the size of the `replicate` mesh dimension); whole parameters are
+    held by all `world_size` ranks.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    for whole, copies in ((False, replicas), (True, world_size)):
+        names = [name for name, p in model.named_parameters() if p.grad is not None and is_whole(name) is whole]
+        grads = [local(model.get_parameter(name).grad) for name in names]
+        if grads:
+            total += torch.stack(torch._foreach_norm(grads)).double().square().sum() / copies
+    return total
+
+
+def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients by min(1, max_norm / norm), without a host sync; max_norm 0 leaves them alone."""
+    if max_norm > 0:
+        grads = [local(p.grad) for p in model.parameters() if p.grad is not None]
+        torch._foreach_mul_(grads, (max_norm / norm).clamp(max=1.0).to(torch.float32))
+
+
+def step_unless(optimizer: AdamW, skip: Tensor) -> None:
+    """One AdamW step, or none where `skip` (bool scalar on the device) is true: then weights, moments and the count of
+    updates stay bit for bit as they were. The host does not learn which; it need not wait for the device.
+    """
+    optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]  # what torch's GradScaler hands over
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,34 @@
+"""Mean loss over the held-out windows, in nats per token, exactly weighted."""
+
+from __future__ import annotations
+
+import torch
+from efla_data.loader import IGNORE, SequentialLoader
+from torch import nn
+
+from efla_lm.training.distributed import World, reshard
+
+
+@torch.no_grad()
+def validate(model: nn.Module, loader: SequentialLoader, world: World, max_windows: int | None = None) -> float:
+    """Loss per held-out target: the sums of loss and of targets over all ranks, divided once.
+
+    max_windows: read about so many windows from the start (rounded up to what all ranks read at once), or all (None).
+    All ranks make the same number of forward passes, as sharded weights need; the loader pads with rows without
+    targets.
+    """
+    per_batch = loader.micro_batch * world.size
+    batches = loader.num_batches if max_windows is None else min(loader.num_batches, -(-max_windows // per_batch))
+    sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+    was_training = model.training
+    model.eval()
+    try:
+        for index in range(batches):
+            batch = loader.batch(index)
+            loss = model(input_ids=batch.input_ids.to(world.device), targets=batch.targets.to(world.device)).loss
+            sums += torch.stack([loss.double(), (batch.targets != IGNORE).sum().to(world.device).double()])
+    finally:
+        model.train(was_training)
+        reshard(model)  # a forward pass without a backward one leaves the weights gathered
+    total, targets = world.sum(sums).tolist()
+    return total / targets if targets else float("nan")
