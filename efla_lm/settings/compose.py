@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os.path
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,13 +33,22 @@ def compose(
     """Compose `conf/CONFIG_NAME.yaml` with command line overrides into a `settings_class` instance.
 
     Paths in it are absolute (against the current folder), references are resolved, nothing mandatory is missing and
-    every value is one of its key's choices. Raises UsageError with one line otherwise.
+    every value is one of its key's choices; UsageError with one line otherwise. Then the class's own `validate()` runs,
+    which raises UserError.
     """
     program = program or f"{config_name}.py"
     config = compose_config(config_name, overrides, settings_class, config_dir=config_dir, program=program)
     settings = to_settings(config, settings_class, program=program)
     make_paths_absolute(settings, Path.cwd())
+    validate(settings)
     return settings
+
+
+def validate(settings: Any) -> None:
+    """Call the settings' own `validate()`, where its class has one. Raises UserError."""
+    check = getattr(settings, "validate", None)
+    if check is not None:
+        check()
 
 
 def compose_config(
@@ -52,14 +62,16 @@ def compose_config(
     """The composed config before references are resolved, typed by the class. Raises UsageError with one line."""
     if not (config_dir / f"{config_name}.yaml").is_file():
         raise FileNotFoundError(f"{config_dir / config_name}.yaml: the main config of this command is missing")
-    checked = check_overrides(overrides, settings_class, list_groups(config_dir, config_name), program)
+    command = check_overrides(overrides, settings_class, list_groups(config_dir, config_name), program)
     ConfigStore.instance().store(name=f"{config_name}_schema", node=settings_class)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(config_dir), version_base="1.3"):
-            config = hydra_compose(config_name, overrides=checked)
+            config = hydra_compose(config_name, overrides=command.groups)
         # Merged onto the class once more, so that a main config without the schema in its defaults is typed as well.
         typed = OmegaConf.merge(OmegaConf.structured(settings_class), config)
+        for name, value in command.values.items():
+            OmegaConf.update(typed, name, value, merge=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(_one_line(error, list_keys(settings_class))) from error
     assert isinstance(typed, DictConfig)
@@ -116,8 +128,6 @@ def _absolute(value: str, rule: PathRule, base: Path) -> str:
     if rule.existing and not (base / path).exists() and not value.startswith(("/", "~", ".")):
         return value
     # normpath of a join, not resolve(): links stay as the user named them, and globs are left alone.
-    import os.path
-
     return os.path.normpath(base / path)
 
 

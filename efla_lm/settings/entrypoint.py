@@ -26,7 +26,7 @@ import efla_data.errors
 from omegaconf import OmegaConf
 
 from efla_lm.errors import UserError
-from efla_lm.settings.compose import CONFIG_DIR, compose_config, make_paths_absolute, to_settings, to_yaml
+from efla_lm.settings.compose import CONFIG_DIR, compose_config, make_paths_absolute, to_settings, to_yaml, validate
 from efla_lm.settings.fields import MISSING, list_keys
 from efla_lm.settings.overrides import UsageError, list_groups
 
@@ -82,6 +82,7 @@ class EntryPoint(Generic[Settings]):
             _report(error, every_rank=False)
             return 2
         try:
+            validate(settings)
             return self.work(settings) or 0
         except (UserError, efla_data.errors.DataError, UsageError, FileNotFoundError) as error:
             _report(error, every_rank=True)
@@ -112,7 +113,7 @@ class EntryPoint(Generic[Settings]):
             "",
             "options:",
             "  -h, --help       this text",
-            "  -c, --cfg job    print the composed config instead of running; with --resolve, as the command would use it",
+            "  -c, --cfg job    print the composed config and stop; with --resolve, as the command would use it",
         ]
         return "\n".join(lines)
 
@@ -120,7 +121,7 @@ class EntryPoint(Generic[Settings]):
 def entry(
     config_name: str, settings_class: type[Settings], *, config_dir: Path = CONFIG_DIR
 ) -> Callable[[Callable[[Settings], int | None]], EntryPoint[Settings]]:
-    """Make a function of typed settings into a command configured by `conf/CONFIG_NAME.yaml` (see the module's example).
+    """Make a function of typed settings into a command configured by `conf/CONFIG_NAME.yaml`; the module shows an example.
 
     The class is registered as `CONFIG_NAME_schema`; list that first in the config's defaults so that the files are
     checked as they are merged.

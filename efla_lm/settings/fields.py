@@ -77,7 +77,7 @@ def _type_name(kind: Any) -> str:
         return f"list of {_type_name(typing.get_args(kind)[0])}"
     if typing.get_origin(kind) is dict:
         return "mapping"
-    return getattr(kind, "__name__", str(kind))
+    return "true or false" if kind is bool else getattr(kind, "__name__", str(kind))
 
 
 def list_keys(settings_class: type, prefix: str = "") -> dict[str, KeyInfo]:

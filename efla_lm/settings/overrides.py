@@ -8,13 +8,14 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import OverrideParseException
+from hydra.errors import HydraException
 
 from efla_lm.settings.fields import KeyInfo, list_keys, list_sections
 
@@ -34,37 +35,49 @@ def list_groups(config_dir: Path, config_name: str) -> dict[str, list[str]]:
     return groups
 
 
+@dataclass(frozen=True)
+class CommandLine:
+    """Checked overrides: group choices for the composition, and values that are set on what it gives."""
+
+    groups: list[str]
+    values: dict[str, Any]
+
+
 def check_overrides(
     overrides: Sequence[str], settings_class: type, groups: dict[str, list[str]], program: str
-) -> list[str]:
-    """Return the overrides as they are to be composed; raise UsageError at the first that cannot be meant.
+) -> CommandLine:
+    """Sort and check the command line; raise UsageError at the first override that cannot be meant.
 
-    Two things are written out: a whole number given as a float for an integer key (`train.tokens=1e9`), and `null` for
-    the sibling of a key that says the same in another unit (`train.steps=10` sets `train.tokens=null`).
+    Three liberties are taken, so that what people type is what they get: the text for a string key is taken as it
+    stands (`prompt=Once, there`, `name=007`), a whole number may be a float for an integer key (`train.tokens=1e9`),
+    and a key that says the same as a sibling in another unit sets that one to null (`train.steps=10` sets
+    `train.tokens=null`) unless the sibling is given too.
     """
-    keys = list_keys(settings_class)
-    sections = list_sections(settings_class)
-    given: dict[str, str] = {}
+    keys, sections = list_keys(settings_class), list_sections(settings_class)
+    chosen: dict[str, str] = {}
+    values: dict[str, Any] = {}
     for text in overrides:
+        name, equals, raw = text.partition("=")
+        if name in keys and equals and _is_string(keys[name].type):
+            values[name] = _read_string(raw, keys[name])
+            continue
         override = _parse(text)
-        name = override.key_or_group
-        if name in groups and not isinstance(override.value(), dict):
-            if override.is_delete():
-                raise UsageError(f"{text}: a group cannot be removed; choose one of {', '.join(groups[name])}")
-            _check_option(name, override, groups[name])
-            given[name] = f"{name}={_option(override)}"
+        if name in groups:
+            chosen[name] = f"{name}={_choose(name, override, groups[name])}"
         elif name in keys:
-            given[name] = _check_value(text, override, keys[name], program)
-        elif name in sections or any(_is_mapping(keys[k].type) and name.startswith(k + ".") for k in keys):
-            given[name] = text
+            values[name] = _read_value(override, raw, keys[name], program)
+        elif any(_is_mapping(info.type) and name.startswith(key + ".") for key, info in keys.items()):
+            values[name] = override.value()
+        elif name in sections:
+            example = next(key for key in keys if key.startswith(name + "."))
+            raise UsageError(f"{text!r}: {name} is a section; give its keys one by one, e.g. {example}=VALUE")
         else:
             raise UsageError(unknown_key(name, [*keys, *groups], program))
-    extra: list[str] = []
-    for name in given:
-        sibling = _sibling(keys.get(name), given[name])
-        if sibling and sibling not in given:
-            extra.append(f"{sibling}=null")
-    return [*given.values(), *extra]
+    for name in list(values):
+        sibling = _sibling(keys[name]) if name in keys and values[name] is not None else None
+        if sibling and sibling not in values:
+            values[sibling] = None
+    return CommandLine(list(chosen.values()), values)
 
 
 def unknown_key(name: str, known: Iterable[str], program: str) -> str:
@@ -91,44 +104,53 @@ def _parse(text: str) -> Override:
         raise UsageError(f"{text!r}: expected key=value, e.g. train.steps=300")
     try:
         override = OverridesParser.create().parse_override(text)
-    except OverrideParseException as error:
-        reason = str(error).splitlines()[0] if str(error) else "not understood"
-        raise UsageError(f"{text!r} cannot be read: {reason} (quote values with special characters: 'key=\"...\"')") from None
+    except HydraException as error:
+        reason = (str(error).splitlines() or ["not understood"])[0]
+        raise UsageError(f"{text!r} cannot be read: {reason}") from None
+    name = override.key_or_group
     if override.is_delete() or override.is_add():
-        name = override.key_or_group
         raise UsageError(f"{text!r}: keys are neither added (+) nor removed (~); write {name}=VALUE")
     if override.package is not None:
-        raise UsageError(f"{text!r}: a group goes where it belongs; write {override.key_or_group}=VALUE without @")
+        raise UsageError(f"{text!r}: a group has its own place in the config; write {name}=VALUE without @")
     if override.is_sweep_override():
-        raise UsageError(f"{text!r}: one value per run; start one command for each value")
+        raise UsageError(f"{text!r}: one value per run; start one command for each, or write a list as {name}=[a,b]")
     return override
 
 
-def _option(override: Override) -> str:
+def _choose(group: str, override: Override, options: list[str]) -> str:
     value = override.value()
-    return "null" if value is None else str(value)
-
-
-def _check_option(group: str, override: Override, options: list[str]) -> None:
-    value = override.value()
-    chosen = [str(v) for v in value] if isinstance(value, list) else [_option(override)]
-    for option in chosen:
-        if option not in options and not (option == "null" and group == "experiment"):
-            near = difflib.get_close_matches(option, options, n=1, cutoff=0.4)
+    for option in value if isinstance(value, list) else [value]:
+        name = "null" if option is None else str(option)
+        if name not in options and not (name == "null" and group == "experiment"):
+            near = difflib.get_close_matches(name, options, n=1, cutoff=0.4)
             hint = f"did you mean {group}={near[0]}?" if near else "no option is named like it;"
-            raise UsageError(f"{group}={option}: {hint} ({group}: {', '.join(options)})")
+            raise UsageError(f"{group}={name}: {hint} ({group}: {', '.join(options)})")
+    return "null" if value is None else f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
-def _check_value(text: str, override: Override, info: KeyInfo, program: str) -> str:
-    value = override.value()
-    if isinstance(value, float) and value.is_integer() and int in _members(info.type) and float not in _members(info.type):
-        return f"{info.name}={int(value)}"
+def _read_string(raw: str, info: KeyInfo) -> str | None:
+    if raw == "null" and type(None) in _members(info.type):
+        return None
+    if len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "'\"":
+        return raw[1:-1]
+    return raw
+
+
+def _read_value(override: Override, raw: str, info: KeyInfo, program: str) -> Any:
+    value, members = override.value(), _members(info.type)
     if isinstance(value, str) and "${" in value:
-        return text  # a reference: checked when it is resolved
+        return value  # a reference: checked when it is resolved
+    if isinstance(value, float) and value.is_integer() and int in members and float not in members:
+        return int(value)
     if not _fits(value, info.type):
-        got = "null" if value is None else repr(value) if not isinstance(value, str | bool) else str(value)
-        raise UsageError(f"{info.name}: expected {info.type_name}, got {got} ({program} --help lists every key)")
-    return text
+        as_list = f"{info.name}=[{raw}]"
+        hint = f"write {as_list}" if _fits([value], info.type) else f"{program} --help lists every key"
+        raise UsageError(f"{info.name}: expected {info.type_name}, got {raw or 'nothing'} ({hint})")
+    return value
+
+
+def _is_string(kind: Any) -> bool:
+    return str in _members(kind)
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
@@ -165,8 +187,6 @@ def _fits(value: Any, kind: Any) -> bool:
     return False
 
 
-def _sibling(info: KeyInfo | None, assignment: str) -> str | None:
-    if info is None or info.instead_of is None or assignment.partition("=")[2].strip() == "null":
-        return None
+def _sibling(info: KeyInfo) -> str | None:
     head, _, _ = info.name.rpartition(".")
-    return f"{head}.{info.instead_of}" if head else info.instead_of
+    return None if info.instead_of is None else f"{head}.{info.instead_of}" if head else info.instead_of

@@ -1,8 +1,11 @@
 """Every setting of training and data preparation, typed, with its default and a line of help.
 
 The dataclasses own the defaults; a YAML file under `conf/` holds only what differs from them. Units are in the help
-text: a token is a position, an update is one optimiser step, a rate is per update.
+text: a token is a position, an update is one optimiser step, a rate is per update. [paper] marks values of arXiv
+2512.12602v4, table of language-model settings, that are the same for every size; those of a size are in `conf/size/`.
 """
+
+# ruff: noqa: RUF009  (`key` returns a dataclasses.field)
 
 from dataclasses import dataclass, field
 
@@ -46,7 +49,7 @@ class ModelSettings:
     head_dim: int = key("${size.head_dim}", "key and value width of one head")
     mlp: bool = key(True, "whether each block holds a SwiGLU after the mixer")
     intermediate_size: int = key("${size.mlp}", "SwiGLU width")
-    conv_size: int = key(4, "kernel of the short convolutions [paper, section 2 settings]")
+    conv_size: int = key(4, "kernel of the short convolutions [paper]")
     output_gate: bool | None = key(None, "output gate of the mixer; null: as the family has it")
     norm_eps: float = key(1e-6, "added to the mean square in RMSNorm")
     rope_theta: float = key(10000.0, "rotary base (attention only)")
@@ -57,7 +60,9 @@ class ModelSettings:
     tie_word_embeddings: bool = key(False, "share the embedding with the output projection")
     initializer_range: float = key(0.02, "standard deviation of the initial matrices")
     max_position_embeddings: int = key("${data.context}", "training context, kept in the exported config")
-    backend: str = key("auto", "implementation of the mixer's op", choices=("auto", "torch", "reference", "triton", "fla"))
+    backend: str = key(
+        "auto", "implementation of the mixer's op", choices=("auto", "torch", "reference", "triton", "fla")
+    )
 
 
 @dataclass
@@ -78,11 +83,15 @@ class DataSettings:
         0.01, "share of documents held out, chosen by their hash", instead_of="heldout_sources"
     )
     split_seed: int = key(42, "seed of the held-out choice")
-    tokenizer: str = key("train", "folder, file or hub name of a tokenizer; `train`: a BPE on the corpus", path=PATH_OR_HUB)
+    tokenizer: str = key(
+        "train", "folder, file or hub name of a tokenizer; `train`: a BPE on the corpus", path=PATH_OR_HUB
+    )
     vocab_size: int = key(2048, "vocabulary of a BPE trained here (data.tokenizer=train)")
     bos: bool = key(False, "put BOS at the start of each document (EOS always ends it)")
     context: int = key(2048, "positions of one training window")
-    mask_boundaries: bool = key(False, "leave out the loss of the position that predicts the next document's first token")
+    mask_boundaries: bool = key(
+        False, "leave out the loss of the position that predicts the next document's first token"
+    )
     verify: bool = key(False, "check the SHA-256 of the token files before use")
 
 
@@ -94,12 +103,14 @@ class LoopSettings:
     steps: int | None = key(None, "length of training in updates", instead_of="tokens")
     batch_tokens: int = key("${size.batch_tokens}", "tokens of a global batch, a multiple of data.context")
     micro_tokens: int | None = key(
-        "${size.micro_tokens}", "most tokens a device takes at once; the largest even cut is used", instead_of="micro_batch"
+        "${size.micro_tokens}",
+        "most tokens a device takes at once; the largest even cut is used",
+        instead_of="micro_batch",
     )
     micro_batch: int | None = key(None, "windows a device takes at once", instead_of="micro_tokens")
     precision: str = key("${size.precision}", "compute type; weights and optimiser stay fp32", choices=("fp32", "bf16"))
     activation_checkpointing: str = key("none", "recompute blocks in the backward pass", choices=("none", "full"))
-    clip_norm: float | None = key(1.0, "largest global gradient norm [paper, section 2 settings]; null: no clipping")
+    clip_norm: float | None = key(1.0, "largest global gradient norm [paper]; null: no clipping")
     log_every: int = key(10, "updates between rows of metrics.jsonl")
     validate_every: int | None = key(100, "updates between validations; null: only at the end")
     validate_batches: int | None = key(None, "global batches per validation; null: all held-out windows")
@@ -117,7 +128,7 @@ class OptimSettings:
 
     betas: list[float] = key([0.9, 0.95], "decay of the first and second moment")
     eps: float = key(1e-8, "added to the root of the second moment")
-    weight_decay: float = key(0.1, "decoupled decay of matrices [paper, section 2 settings]")
+    weight_decay: float = key(0.1, "decoupled decay of matrices [paper]")
 
 
 @dataclass
@@ -125,9 +136,9 @@ class ScheduleSettings:
     """Learning rate: linear from `initial` to `peak`, then by `kind` (see `efla_lm.training.schedule`)."""
 
     kind: str = key("cosine", "shape after the warm-up", choices=("cosine", "wsd", "constant"))
-    peak: float = key(3e-4, "rate at the end of the warm-up [paper, section 2 settings]")
-    initial: float = key(3e-5, "rate of update 0 [paper, section 2 settings]")
-    final: float | None = key(3e-5, "rate of the last update [paper, section 2 settings]; null for constant")
+    peak: float = key(3e-4, "rate at the end of the warm-up [paper]")
+    initial: float = key(3e-5, "rate of update 0 [paper]")
+    final: float | None = key(3e-5, "rate of the last update [paper]; null for constant")
     warmup_updates: int | None = key("${size.warmup_updates}", "length of the warm-up", instead_of="warmup_tokens")
     warmup_tokens: int | None = key(None, "length of the warm-up in tokens", instead_of="warmup_updates")
     decay_fraction: float | None = key(None, "share of all tokens in the final decay (wsd only)")
@@ -168,7 +179,7 @@ class TrainSettings:
     resume: str = key(
         "auto", "auto: newest complete checkpoint of the run; never; or a path", path=PathRule(words=("auto", "never"))
     )
-    seed: int = key(42, "seed of weights and data order [paper, section 2 settings]")
+    seed: int = key(42, "seed of weights and data order [paper]")
     size: SizeSettings = field(default_factory=SizeSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -178,6 +189,12 @@ class TrainSettings:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     logger: LoggerSettings = field(default_factory=LoggerSettings)
 
+    def validate(self) -> None:
+        """Check values against each other; raises UserError. Called once by `compose` and `entry`."""
+        from efla_lm.settings.checks import check_train
+
+        check_train(self)
+
 
 @dataclass
 class PrepareSettings:
@@ -185,6 +202,12 @@ class PrepareSettings:
 
     overwrite: bool = key(False, "replace token files that were made from something else")
     data: DataSettings = field(default_factory=DataSettings)
+
+    def validate(self) -> None:
+        """Check values against each other; raises UserError. Called once by `compose` and `entry`."""
+        from efla_lm.settings.checks import check_data
+
+        check_data(self.data)
 
 
 @dataclass

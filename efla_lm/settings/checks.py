@@ -1,0 +1,190 @@
+"""Checks that concern values of training settings, and the arithmetic of a global batch.
+
+Nothing here changes a setting. Every message names the key, what was expected, what came, and what to do.
+"""
+
+from dataclasses import dataclass
+
+from efla_lm.errors import UserError
+from efla_lm.settings.schema import (
+    DataSettings,
+    LoopSettings,
+    OptimSettings,
+    ParallelSettings,
+    ScheduleSettings,
+    TrainSettings,
+)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a global batch is cut: micro_batch * micro_steps * world_size windows of `context` tokens."""
+
+    context: int
+    global_batch: int
+    micro_batch: int
+    micro_steps: int
+    world_size: int
+    steps: int
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of one update."""
+        return self.global_batch * self.context
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.steps * self.batch_tokens
+
+
+def batch_plan(settings: TrainSettings, world_size: int) -> BatchPlan:
+    """Cut the global batch for a number of processes. Raises UserError with the numbers when it does not divide.
+
+    With `train.micro_tokens` the micro-batch is the largest divisor of a device's share that holds at most so many
+    tokens; with `train.micro_batch` it is as given.
+    """
+    loop, context = settings.train, settings.data.context
+    check_loop(loop, context)
+    expected = settings.parallel.world_size
+    if expected is not None and world_size != expected:
+        raise UserError(
+            f"parallel.world_size: expected {expected} processes, got {world_size}; start them with "
+            f"`torchrun --nproc-per-node={expected} train.py ...`, or set parallel.world_size=null"
+        )
+    global_batch = loop.batch_tokens // context
+    if global_batch % world_size:
+        raise UserError(
+            f"train.batch_tokens: {loop.batch_tokens} tokens are {global_batch} windows of data.context={context}, "
+            f"which {world_size} processes cannot share evenly; "
+            f"use a multiple of {context * world_size}, e.g. {_round(loop.batch_tokens, context * world_size)}"
+        )
+    share = global_batch // world_size
+    if loop.micro_batch is not None:
+        micro_batch = loop.micro_batch
+        if share % micro_batch:
+            raise UserError(
+                f"train.micro_batch: got {micro_batch}, expected a divisor of the {share} windows that each of "
+                f"{world_size} processes takes per update; {_nearest_divisor(share, micro_batch)} is the nearest"
+            )
+    else:
+        assert loop.micro_tokens is not None
+        most = loop.micro_tokens // context
+        micro_batch = max(d for d in range(1, min(share, most) + 1) if share % d == 0)
+    if loop.steps is not None:
+        steps = loop.steps
+    else:
+        assert loop.tokens is not None
+        steps = -(-loop.tokens // loop.batch_tokens)
+    return BatchPlan(context, global_batch, micro_batch, share // micro_batch, world_size, steps)
+
+
+def check_train(settings: TrainSettings) -> None:
+    """All checks that need no process group and no data. Raises UserError."""
+    name = settings.name
+    if name is not None and (not name.strip() or name.startswith("/") or ".." in name.split("/")):
+        raise UserError(f"name: got {name!r}, expected a folder name under runs_dir={settings.runs_dir}")
+    if settings.seed < 0:
+        raise UserError(f"seed: got {settings.seed}, expected 0 or more")
+    check_data(settings.data)
+    check_loop(settings.train, settings.data.context)
+    check_optim(settings.optim)
+    check_schedule(settings.schedule)
+    check_parallel(settings.parallel)
+
+
+def check_loop(loop: LoopSettings, context: int) -> None:
+    """Lengths, batch and intervals of the loop."""
+    _exactly_one("train.tokens", loop.tokens, "train.steps", loop.steps)
+    _exactly_one("train.micro_tokens", loop.micro_tokens, "train.micro_batch", loop.micro_batch)
+    for name in (
+        "tokens", "steps", "batch_tokens", "micro_tokens", "micro_batch", "log_every", "validate_every",
+        "validate_batches", "save_every", "keep_checkpoints", "stop_at", "max_skipped_steps",
+    ):  # fmt: skip
+        _positive(f"train.{name}", getattr(loop, name))
+    if loop.clip_norm is not None and loop.clip_norm <= 0:
+        raise UserError(f"train.clip_norm: got {loop.clip_norm}, expected more than 0 (null: no clipping)")
+    if loop.batch_tokens % context:
+        raise UserError(
+            f"train.batch_tokens: got {loop.batch_tokens}, expected a multiple of data.context={context}; "
+            f"the nearest is {_round(loop.batch_tokens, context)}"
+        )
+    if loop.micro_tokens is not None and loop.micro_tokens < context:
+        raise UserError(
+            f"train.micro_tokens: got {loop.micro_tokens}, expected at least one window of data.context={context}"
+        )
+
+
+def check_data(data: DataSettings) -> None:
+    """What can be said about a corpus without looking at it."""
+    _exactly_one("data.heldout_fraction", data.heldout_fraction, "data.heldout_sources", data.heldout_sources)
+    if data.heldout_fraction is not None and not 0 < data.heldout_fraction < 1:
+        raise UserError(f"data.heldout_fraction: got {data.heldout_fraction}, expected between 0 and 1, e.g. 0.01")
+    for name in ("context", "vocab_size", "max_tokens"):
+        _positive(f"data.{name}", getattr(data, name))
+
+
+def check_optim(optim: OptimSettings) -> None:
+    """Ranges of AdamW's constants."""
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise UserError(f"optim.betas: got {optim.betas}, expected two numbers from 0 to below 1, e.g. [0.9,0.95]")
+    if optim.eps <= 0:
+        raise UserError(f"optim.eps: got {optim.eps}, expected more than 0, e.g. 1e-8")
+    if optim.weight_decay < 0:
+        raise UserError(f"optim.weight_decay: got {optim.weight_decay}, expected 0 or more")
+
+
+def check_schedule(schedule: ScheduleSettings) -> None:
+    """Rates, and the keys that belong to one kind only."""
+    _exactly_one("schedule.warmup_updates", schedule.warmup_updates, "schedule.warmup_tokens", schedule.warmup_tokens)
+    for name in ("warmup_updates", "warmup_tokens", "initial", "final"):
+        value = getattr(schedule, name)
+        if value is not None and value < 0:
+            raise UserError(f"schedule.{name}: got {value}, expected 0 or more")
+    if schedule.peak <= 0:
+        raise UserError(f"schedule.peak: got {schedule.peak}, expected a learning rate above 0, e.g. 3e-4")
+    _belongs("schedule.final", schedule.final, schedule.kind in ("cosine", "wsd"), schedule.kind)
+    _belongs("schedule.decay_fraction", schedule.decay_fraction, schedule.kind == "wsd", schedule.kind)
+    if schedule.decay_fraction is not None and not 0 < schedule.decay_fraction <= 1:
+        raise UserError(f"schedule.decay_fraction: got {schedule.decay_fraction}, expected above 0 and at most 1")
+
+
+def check_parallel(parallel: ParallelSettings) -> None:
+    """Keys that belong to one mode only."""
+    for name in ("replicate", "shard", "world_size"):
+        value = getattr(parallel, name)
+        _positive(f"parallel.{name}", value)
+        if name != "world_size" and value is not None and parallel.mode != "hsdp":
+            raise UserError(
+                f"parallel.{name}: got {value} with parallel.mode={parallel.mode}, which sets its own mesh; "
+                f"use parallel=hsdp, or parallel.{name}=null"
+            )
+    if parallel.mode == "single" and parallel.world_size not in (None, 1):
+        raise UserError(f"parallel.world_size: got {parallel.world_size} with parallel.mode=single; use ddp or fsdp")
+
+
+def _exactly_one(first: str, a: object, second: str, b: object) -> None:
+    if a is not None and b is not None:
+        raise UserError(f"{first}={a} and {second}={b} say the same thing twice; set one of them to null")
+    if a is None and b is None:
+        raise UserError(f"{first} and {second}: expected exactly one, got neither; give one of them a value")
+
+
+def _positive(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise UserError(f"{name}: got {value}, expected 1 or more")
+
+
+def _belongs(name: str, value: object, wanted: bool, kind: str) -> None:
+    if wanted and value is None:
+        raise UserError(f"{name}: got null, expected a number for schedule.kind={kind}")
+    if not wanted and value is not None:
+        raise UserError(f"{name}: got {value}, but schedule.kind={kind} has no such value; set {name}=null")
+
+
+def _round(value: int, unit: int) -> int:
+    return max(unit, round(value / unit) * unit)
+
+
+def _nearest_divisor(whole: int, wanted: int) -> int:
+    return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: abs(d - wanted))

@@ -1,0 +1,117 @@
+"""What the user sees while a run goes: a banner at the start, one live line on a terminal, plain lines elsewhere."""
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+
+def banner(title: str, facts: Mapping[str, object], *, main: bool = True, stream: TextIO | None = None) -> None:
+    """Print what is about to run: `banner("efla-lm", {"model": ..., "parameters": ..., ...})`.
+
+    A box on a terminal, one `name: value` line each elsewhere. Only the main process prints.
+    """
+    if not main:
+        return
+    stream = stream or sys.stdout
+    console = _console(stream)
+    if not console.is_terminal:
+        width = max(len(name) for name in facts) + 1
+        print(
+            title,
+            *(f"  {name + ':':<{width}} {value}" for name, value in facts.items()),
+            sep="\n",
+            file=stream,
+            flush=True,
+        )
+        return
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        table.add_row(f"[dim]{name}[/dim]", str(value), style=None)
+    console.print(Panel(table, title=title, title_align="left", expand=False))
+
+
+class Progress:
+    """Live progress of a run of `total_steps` updates; use as a context manager.
+
+    `update` after every update refreshes the live line of a terminal; elsewhere it prints a plain line when `log` is
+    true (the loop passes whether the step is a logged one). Processes other than the main one print nothing.
+    """
+
+    def __init__(
+        self, total_steps: int, *, start_step: int = 0, main: bool = True, stream: TextIO | None = None
+    ) -> None:
+        self.total_steps = total_steps
+        self._stream = stream or sys.stdout
+        self._main = main
+        self._console = _console(self._stream)
+        self._bar = ProgressBar(total=max(total_steps, 1), completed=start_step, width=30)
+        self._validation = ""
+        # (time, step) of recent updates: the ETA follows the present speed, not the average since the start
+        self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), start_step)], maxlen=50)
+        self._live: Live | None = None
+
+    def __enter__(self) -> "Progress":
+        if self._main and self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def update(self, step: int, *, loss: float, lr: float, tokens_per_second: float, log: bool = True) -> None:
+        """Show that `step` updates are done. loss in nats per token."""
+        if not self._main:
+            return
+        self._recent.append((time.monotonic(), step))
+        text = (
+            f"step {step}/{self.total_steps}  loss {loss:.4f}{self._validation}  lr {lr:.2e}  "
+            f"{tokens_per_second:,.0f} tokens/s  ETA {self.eta()}"
+        )
+        if self._live is not None:
+            self._bar.update(step)
+            line = Table.grid(padding=(0, 1))
+            line.add_row(self._bar, text)
+            self._live.update(line)
+            if log:
+                self._console.print(text, style="dim", highlight=False)
+        elif log:
+            print(text, file=self._stream, flush=True)
+
+    def validated(self, step: int, val_loss: float) -> None:
+        """Show a validation loss (nats per token) and its perplexity, and keep it in the lines that follow."""
+        self._validation = f"  val {val_loss:.4f}"
+        perplexity = math.exp(val_loss) if val_loss < 700 else math.inf
+        self.message(f"step {step}/{self.total_steps}  validation loss {val_loss:.4f}  perplexity {perplexity:,.2f}")
+
+    def message(self, text: str) -> None:
+        """Print one line above the live one."""
+        if not self._main:
+            return
+        if self._live is not None:
+            self._console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def eta(self) -> str:
+        """Time left at the present speed, as 1:02:03."""
+        (t0, s0), (t1, s1) = self._recent[0], self._recent[-1]
+        if s1 <= s0:
+            return "?"
+        left = int((self.total_steps - s1) * (t1 - t0) / (s1 - s0))
+        return f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
+
+
+def _console(stream: TextIO) -> Console:
+    return Console(file=stream, force_terminal=None if stream.isatty() else False)
