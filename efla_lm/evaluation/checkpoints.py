@@ -1,0 +1,182 @@
+"""From what the user calls a checkpoint to a model and its tokenizer.
+
+    RUN                        its newest whole RUN/checkpoints/step-N, or RUN/export if there are none
+    RUN/checkpoints/step-N     that step
+    RUN/export, any folder     a Hugging Face causal model with config.json and weights
+    ORG/NAME                   a model on the hub
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import efla_lm  # noqa: F401  registers our model with the Auto classes
+from efla_lm.errors import UserError
+from efla_lm.training.checkpoint import find_checkpoint, load_model_weights, newest_checkpoint, read_meta, tokenizer_dir
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+RUN_CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was found. kind: `step`, `folder` or `hub`; `run_dir` and `step` where they are known."""
+
+    kind: str
+    location: str
+    run_dir: Path | None = None
+    step: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Short name for files: `step-300`, `export`, `org--name`."""
+        if self.kind == "hub":
+            return self.location.replace("/", "--")
+        return Path(self.location).name
+
+
+def find(given: str) -> Checkpoint:
+    """What `checkpoint=given` means.
+
+    Raises:
+        UserError: it is no folder and no hub name, or a folder without a model.
+    """
+    path = Path(given).expanduser()
+    if not path.exists():
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", given) and not given.startswith(("runs/", ".")):
+            return Checkpoint("hub", given)
+        raise UserError(f"checkpoint={given}: no such folder; expected a run, a step-N or export folder, or a hub name")
+    path = path.absolute()
+    if re.fullmatch(r"step-\d+", path.name):
+        step = find_checkpoint(path, _warn)
+        return Checkpoint("step", str(step), _run_of(step.parent.parent), read_meta(step).step)
+    if (path / "config.json").is_file():
+        return Checkpoint("folder", str(path), _run_of(path.parent))
+    if (path / "checkpoints").is_dir() or (path / "export").is_dir() or (path / RUN_CONFIG).is_file():
+        step_dir = newest_checkpoint(path, _warn)
+        if step_dir is not None:
+            return Checkpoint("step", str(step_dir), path, read_meta(step_dir).step)
+        if (path / "export" / "config.json").is_file():
+            return Checkpoint("folder", str(path / "export"), path)
+        raise UserError(f"checkpoint={given}: the run has neither a whole checkpoint nor an export yet")
+    raise UserError(f"checkpoint={given}: expected a run (checkpoints/, export/) or a model (config.json) in it")
+
+
+def _run_of(folder: Path) -> Path | None:
+    return folder if (folder / RUN_CONFIG).is_file() else None
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> tuple[Any, Any]:
+    """(model in evaluation mode on the device, tokenizer).
+
+    Raises:
+        UserError: weights, configuration or tokenizer are missing, or do not fit together.
+    """
+    tokenizer = _load_tokenizer(checkpoint)
+    model = _load_step(checkpoint, dtype) if checkpoint.kind == "step" else _load_pretrained(checkpoint, dtype)
+    largest = max(tokenizer.get_vocab().values())
+    rows = model.get_input_embeddings().weight.shape[0]
+    if largest >= rows:
+        raise UserError(f"{checkpoint.location}: the tokenizer has ids up to {largest}, the model {rows} embeddings")
+    return model.eval().to(device), tokenizer
+
+
+def _load_tokenizer(checkpoint: Checkpoint) -> Any:
+    folder = checkpoint.location if checkpoint.kind != "step" else str(tokenizer_dir(Path(checkpoint.location)))
+    local = checkpoint.kind != "hub"
+    if local and not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise UserError(f"{folder}: no tokenizer here (expected tokenizer.json)")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=local)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+
+
+def _load_step(checkpoint: Checkpoint, dtype: str) -> Any:
+    folder = Path(checkpoint.location)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    weights = load_model_weights(folder)
+    # from_pretrained with a state dict: the path of an export, with its dtype rules and its checks, without the files
+    factory: Any = AutoModelForCausalLM
+    return factory.from_pretrained(None, config=config, state_dict=weights, dtype=DTYPES[dtype])
+
+
+def _load_pretrained(checkpoint: Checkpoint, dtype: str) -> Any:
+    factory: Any = AutoModelForCausalLM
+    try:
+        model, report = factory.from_pretrained(
+            checkpoint.location,
+            config=_load_config(checkpoint),
+            dtype=DTYPES[dtype],
+            local_files_only=checkpoint.kind != "hub",
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint={checkpoint.location} cannot be loaded: {_first_line(error)}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(f"{checkpoint.location}: {len(missing)} weights are missing, the first is {missing[0]}")
+    return model
+
+
+def _load_config(checkpoint: Checkpoint) -> Any:
+    local = checkpoint.kind != "hub"
+    try:
+        return AutoConfig.from_pretrained(checkpoint.location, local_files_only=local)
+    except ValueError as error:
+        if "model type" not in str(error):
+            raise
+        importlib.import_module("fla")  # registers flash-linear-attention's models
+        return AutoConfig.from_pretrained(checkpoint.location, local_files_only=local)
+
+
+def weights_hash(model: Any) -> str:
+    """sha256 over names, dtypes, shapes and bytes of all weights as evaluated: equal for a step and its export."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.named_parameters()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def context_length(model: Any, tokenizer: Any) -> int:
+    """Training context of a model: the configuration's, else the tokenizer's, else 2048 (in the order of lm-eval)."""
+    config = getattr(model.config, "text_config", None) or model.config
+    for name in ("n_positions", "max_position_embeddings", "n_ctx"):
+        if (value := getattr(config, name, None)) is not None:
+            return int(value)
+    limit = getattr(tokenizer, "model_max_length", None)
+    return int(limit) if limit is not None and limit < 1 << 31 else 2048
+
+
+def token_folder(checkpoint: Checkpoint) -> Path:
+    """The folder of token files that a run was trained on, from its resolved configuration.
+
+    Raises:
+        UserError: the checkpoint belongs to no run, or the run's configuration does not name the folder.
+    """
+    if checkpoint.run_dir is None:
+        raise UserError(f"{checkpoint.location} belongs to no run ({RUN_CONFIG}): give tasks.data_dir=FOLDER")
+    path = checkpoint.run_dir / RUN_CONFIG
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        return Path(content["data"]["dir"])
+    except (TypeError, KeyError):
+        raise UserError(f"{path} names no data.dir: give tasks.data_dir=FOLDER") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]

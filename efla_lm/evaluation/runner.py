@@ -1,0 +1,130 @@
+"""Tasks on a model: used by `eval.py` on a checkpoint, and usable on the live model of a training run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.evaluator import evaluate
+
+from efla_lm.evaluation import heldout, hub
+from efla_lm.evaluation.harness import HarnessLM
+from efla_lm.evaluation.tasks import MissingTask, TaskSet, load_from_hub, load_local, manager_for
+
+MERGED = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
+
+
+def load_tasks(
+    names: list[str], tokenizer: Any, local_dir: Path | None = None, token_dir: Path | None = None
+) -> tuple[list[TaskSet], dict[str, str]]:
+    """(task sets in order, reason for every name that cannot be had).
+
+    names: lm-eval tasks, groups or tags, and `heldout`. local_dir: folder of local copies, or None for the hub.
+    token_dir: token files of `heldout`.
+
+    Raises:
+        UserError: lm-eval knows no task of that name.
+    """
+    stock = [name for name in dict.fromkeys(names) if name != heldout.NAME]
+    if local_dir is None and stock:
+        hub.offline_unless_reachable()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = manager_for(stock) if stock else None
+    found: list[TaskSet] = []
+    missing: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        try:
+            if name == heldout.NAME:
+                if token_dir is None:
+                    raise MissingTask(f"task {name}: no folder of token files is known; give tasks.data_dir=FOLDER")
+                found.append(heldout.load_heldout(token_dir, tokenizer))
+            else:
+                assert manager is not None
+                found.append(load_local(manager, name, local_dir) if local_dir else load_from_hub(manager, name))
+        except MissingTask as error:
+            missing[name] = str(error)
+    return found, missing
+
+
+def run_tasks(
+    model: HarnessLM,
+    task_sets: list[TaskSet],
+    *,
+    limit: int | None = None,
+    num_fewshot: int = 0,
+    seed: int = 1234,
+    bootstrap: int = 1000,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Evaluate and return lm-eval's result with all task sets merged, plus `seconds` per set and `sources`.
+
+    report: told in one line when a set is done (on the first process).
+    The random streams, the gradient mode and the training mode of the model are left as they were.
+    """
+    merged: dict[str, Any] = {key: {} for key in MERGED}
+    merged |= {"seconds": {}, "sources": {}}
+    network = model.scorer.model
+    was_training = network.training
+    network.eval()
+    try:
+        with _random_streams_kept():
+            for task_set in task_sets:
+                start = time.perf_counter()
+                name = ", ".join(task_set.groups or task_set.tasks)
+                for task in task_set.tasks.values():
+                    task.set_config(key="num_fewshot", value=num_fewshot)
+                    task.set_fewshot_seed(seed=seed)
+                torch.manual_seed(seed)
+                with _quiet_harness(model.scorer.rank == 0):
+                    found = evaluate(
+                        lm=model,
+                        task_dict={"tasks": task_set.tasks, "groups": task_set.groups},
+                        limit=limit,
+                        bootstrap_iters=bootstrap if model.scorer.rank == 0 else 0,
+                        log_samples=False,
+                    )
+                assert found is not None
+                for key in MERGED:
+                    merged[key] |= found.get(key, {})
+                merged["sources"] |= task_set.sources
+                merged["seconds"][name] = round(time.perf_counter() - start, 3)
+                if model.scorer.rank == 0:
+                    report(f"{name}: done in {merged['seconds'][name]:.1f} s")
+    finally:
+        network.train(was_training)
+    return merged
+
+
+@contextlib.contextmanager
+def _random_streams_kept() -> Iterator[None]:
+    python_state = random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+    random.setstate(python_state)
+
+
+@contextlib.contextmanager
+def _quiet_harness(main: bool) -> Iterator[None]:
+    """lm-eval prints to stdout and forks a pool of workers for its resamples: neither belongs in a command's output
+    or in a process that holds a GPU."""
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        with open(os.devnull, "w") as nowhere:
+            bars = contextlib.nullcontext() if main and sys.stderr.isatty() else contextlib.redirect_stderr(nowhere)
+            with contextlib.redirect_stdout(nowhere), bars:
+                yield
+    finally:
+        if before is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = before

@@ -1,0 +1,52 @@
+"""Settings of `eval.py` and `python -m scripts.generate`: every key with its default and a line of help."""
+
+from dataclasses import dataclass, field
+
+from efla_lm.settings.fields import MISSING, PATH, PATH_OR_HUB, key
+
+CHECKPOINT = "run directory, its step-N or export folder, any model folder, or a hub name"
+
+
+@dataclass
+class TaskSettings:
+    """What is evaluated (`tasks=paper|heldout|custom`)."""
+
+    name: str = key("custom", "label of the set, part of the result file's name")
+    names: list[str] = key([], "lm-eval tasks, groups or tags; `heldout` is the run's own held-out text")
+    local_dir: str | None = key(None, "folder of local copies (see conf/tasks/paper.yaml); null: the hub", path=PATH)
+    data_dir: str | None = key(None, "token files of the task heldout; null: those of the run", path=PATH)
+    num_fewshot: int = key(0, "examples in the prompt [paper, section 3: zero-shot]")
+
+
+@dataclass
+class EvalSettings:
+    """All of `eval.py`."""
+
+    checkpoint: str = key(MISSING, CHECKPOINT, path=PATH_OR_HUB)
+    tasks: TaskSettings = field(default_factory=TaskSettings)
+    limit: int | None = key(None, "first documents of each task only; null: all (needed for numbers to report)")
+    batch_size: str = key("auto", "rows per batch, or auto: what fits; the numbers are the same")
+    dtype: str = key("fp32", "type of weights and activations; log-probabilities are fp32", choices=("fp32", "bf16"))
+    device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    context: int | None = key(None, "most tokens given to the model at once; null: its training context")
+    bos: str = key("auto", "texts open with BOS; auto: as the tokenizer does it", choices=("auto", "always", "never"))
+    prefix: str = key("auto", "token before text without context; auto: BOS, else EOS", choices=("auto", "bos", "eos"))
+    seed: int = key(1234, "seed of few-shot examples and sampling")
+    bootstrap: int = key(1000, "resamples behind standard errors that have no closed form; 0: none")
+    out: str | None = key(None, "folder of the result file; null: RUN/results, or results/NAME", path=PATH)
+
+
+@dataclass
+class GenerateSettings:
+    """All of `python -m scripts.generate`."""
+
+    checkpoint: str = key(MISSING, CHECKPOINT, path=PATH_OR_HUB)
+    prompt: str = key(MISSING, "text to continue")
+    max_new_tokens: int = key(100, "most tokens to add; EOS ends earlier")
+    temperature: float = key(0.0, "0: the most probable token each time; above: sampling")
+    top_p: float = key(1.0, "sample from the smallest set of tokens with this probability")
+    top_k: int | None = key(None, "sample from this many tokens; null: all")
+    seed: int = key(42, "seed of sampling")
+    dtype: str = key("fp32", "type of weights and activations", choices=("fp32", "bf16"))
+    device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    bos: str = key("auto", "prompt opens with BOS; auto: as the tokenizer does it", choices=("auto", "always", "never"))

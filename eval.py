@@ -1,0 +1,106 @@
+"""Evaluate a language model: `python eval.py checkpoint=RUN tasks=paper` (all keys: `python eval.py --help`)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from efla_lm.evaluation import checkpoints, hub, results
+from efla_lm.evaluation.settings import EvalSettings
+from efla_lm.settings import entry, to_dict
+
+
+@entry("eval", EvalSettings)
+def main(settings: EvalSettings) -> int:
+    """Evaluate a run, an export or any Hugging Face causal model on lm-eval tasks; write one JSON, print one table.
+
+    Exit code 1 if a task could not be run; the others are still reported.
+    """
+    from efla_lm.errors import UserError
+    from efla_lm.evaluation.harness import HarnessLM
+    from efla_lm.evaluation.runner import load_tasks, run_tasks
+    from efla_lm.evaluation.scoring import Scorer
+    from efla_lm.evaluation.tokens import TokenPolicy
+    from efla_lm.training import distributed
+
+    started = time.time()
+    if not settings.tasks.names:
+        raise UserError("tasks.names is empty: choose tasks=paper or tasks=heldout, or list lm-eval tasks")
+    world = distributed.start(settings.device)
+    checkpoint = checkpoints.find(settings.checkpoint)
+    if checkpoint.kind == "hub":
+        hub.offline_unless_reachable()
+    model, tokenizer = checkpoints.load(checkpoint, settings.dtype, world.device)
+    task_sets, missing = load_tasks(
+        settings.tasks.names,
+        tokenizer,
+        Path(settings.tasks.local_dir) if settings.tasks.local_dir else None,
+        token_dir(settings, checkpoint),
+    )
+    policy = TokenPolicy(tokenizer, settings.bos, settings.prefix)
+    context = settings.context or checkpoints.context_length(model, tokenizer)
+    scorer = Scorer(model, context, rows(settings.batch_size), world)
+    found = run_tasks(
+        HarnessLM(scorer, policy),
+        task_sets,
+        limit=settings.limit,
+        num_fewshot=settings.tasks.num_fewshot,
+        seed=settings.seed,
+        bootstrap=settings.bootstrap,
+        report=lambda line: print(line, file=sys.stderr),
+    )
+    if world.is_main:
+        found["missing"] = missing
+        found["evaluation"] = {
+            "checkpoint": checkpoint.location,
+            "step": checkpoint.step,
+            "weights_sha256": checkpoints.weights_hash(model),
+            "start_token": policy.describe(),
+            "context": context,
+            "dtype": settings.dtype,
+            "device": world.device.type if world.device.type == "cpu" else device_name(world.device),
+            "processes": world.size,
+            "commit": results.commit(),
+            "library_versions": results.versions(),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started)),
+            "total_seconds": round(time.time() - started, 3),
+            "settings": to_dict(settings),
+        }
+        path = results.write(out_folder(settings, checkpoint), f"{settings.tasks.name}-{checkpoint.label}", found)
+        limited = f", first {settings.limit} documents" if settings.limit else ""
+        results.print_table(found, f"{settings.tasks.name} on {checkpoint.location}{limited}")
+        print(f"result: {path}")
+        for reason in missing.values():
+            print(f"error: {reason}", file=sys.stderr)
+    distributed.finish()
+    return 1 if missing else 0
+
+
+def rows(batch_size: str) -> int | str:
+    return int(batch_size) if batch_size.isdigit() else batch_size
+
+
+def token_dir(settings: EvalSettings, checkpoint: checkpoints.Checkpoint) -> Path | None:
+    """Token files of the task heldout, if it is among the tasks."""
+    if "heldout" not in settings.tasks.names:
+        return None
+    return Path(settings.tasks.data_dir) if settings.tasks.data_dir else checkpoints.token_folder(checkpoint)
+
+
+def out_folder(settings: EvalSettings, checkpoint: checkpoints.Checkpoint) -> Path:
+    """Where the result goes: the run that the checkpoint belongs to, else `results/NAME` here."""
+    if settings.out:
+        return Path(settings.out)
+    return checkpoint.run_dir / "results" if checkpoint.run_dir else Path("results") / checkpoint.label
+
+
+def device_name(device: Any) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+if __name__ == "__main__":
+    main()
