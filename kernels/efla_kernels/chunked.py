@@ -39,10 +39,10 @@ def delta_rule(
     """The delta rule chunk by chunk; arguments and results as `efla_kernels.delta_rule`."""
     batch, tokens, heads, key_width = q.shape
     dtype = compute_dtype(q, k, v, erase, write, log_decay, initial_state)
-    if tokens <= 1 and cu_seqlens is None:
+    if tokens == 0 or (tokens == 1 and cu_seqlens is None):
         return reference.delta_rule(
             q, k, v, erase, write, log_decay, scale=scale, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=None,
+            output_final_state=output_final_state, cu_seqlens=cu_seqlens,
         )  # fmt: skip
     grid = ChunkGrid(batch, tokens, CHUNK, cu_seqlens, q.device)
     Q, K, V, e, w = (grid.cut(x.to(dtype)) for x in (q, k, v, erase.unsqueeze(-1), write.unsqueeze(-1)))
@@ -96,9 +96,16 @@ def ssd(
     groups, state_width = B.shape[2:]
     per_group = heads // groups
     dtype = compute_dtype(x, dt, log_decay, B, C, initial_state)
-    if tokens <= 1 and cu_seqlens is None:
+    if tokens == 0 or (tokens == 1 and cu_seqlens is None):
         return reference.ssd(
-            x, dt, log_decay, B, C, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=None
+            x,
+            dt,
+            log_decay,
+            B,
+            C,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
         )
     grid = ChunkGrid(batch, tokens, CHUNK, cu_seqlens, x.device)
     X, decay, B_, C_ = (grid.cut(t.to(dtype)) for t in (x * dt.unsqueeze(-1).to(dtype), log_decay, B, C))

@@ -54,7 +54,7 @@ def delta_rule(
             o, state = delta_step(state, q_[rows, t], k_[rows, t], v_[rows, t], e_[rows, t], w_[rows, t], decay)
             outputs.append(o)
         finals.append(state)
-    out = torch.stack(outputs, 1) if outputs else v_.new_zeros(v.shape)
+    out = torch.stack(outputs, 1) if outputs else v_
     return out.to(v.dtype), torch.cat(finals) if output_final_state else None
 
 
@@ -87,7 +87,7 @@ def ssd(
             y, state = ssd_step(state, x_[rows, t], dt_[rows, t], decay_[rows, t], B_[rows, t], C_[rows, t])
             outputs.append(y)
         finals.append(state)
-    out = torch.stack(outputs, 1) if outputs else x_.new_zeros(x.shape)
+    out = torch.stack(outputs, 1) if outputs else x_
     return out.to(x.dtype), torch.cat(finals) if output_final_state else None
 
 
