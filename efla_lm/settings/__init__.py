@@ -11,7 +11,6 @@ A new settings class is a dataclass whose fields are declared with `key(default,
 `entry("eval", EvalSettings)` then reads `conf/eval.yaml`, whose defaults list starts with `- eval_schema`.
 """
 
-from efla_lm.settings.checks import BatchPlan, batch_plan
 from efla_lm.settings.compose import compose, load_settings, to_dict, to_yaml
 from efla_lm.settings.entrypoint import EntryPoint, entry
 from efla_lm.settings.fields import MISSING, PATH, PATH_OR_HUB, PathRule, key, list_keys
@@ -34,7 +33,6 @@ __all__ = [
     "MISSING",
     "PATH",
     "PATH_OR_HUB",
-    "BatchPlan",
     "DataSettings",
     "EntryPoint",
     "ExportSettings",
@@ -49,7 +47,6 @@ __all__ = [
     "SizeSettings",
     "TrainSettings",
     "UsageError",
-    "batch_plan",
     "compose",
     "entry",
     "key",

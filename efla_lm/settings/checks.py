@@ -1,9 +1,7 @@
-"""Checks that concern values of training settings, and the arithmetic of a global batch.
+"""Checks of the values of training settings that need neither processes nor data.
 
 Nothing here changes a setting. Every message names the key, what was expected, what came, and what to do.
 """
-
-from dataclasses import dataclass
 
 from efla_lm.errors import UserError
 from efla_lm.settings.schema import (
@@ -16,71 +14,8 @@ from efla_lm.settings.schema import (
 )
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """How a global batch is cut: micro_batch * micro_steps * world_size windows of `context` tokens."""
-
-    context: int
-    global_batch: int
-    micro_batch: int
-    micro_steps: int
-    world_size: int
-    steps: int
-
-    @property
-    def batch_tokens(self) -> int:
-        """Tokens of one update."""
-        return self.global_batch * self.context
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens of the whole run."""
-        return self.steps * self.batch_tokens
-
-
-def batch_plan(settings: TrainSettings, world_size: int) -> BatchPlan:
-    """Cut the global batch for a number of processes. Raises UserError with the numbers when it does not divide.
-
-    With `train.micro_tokens` the micro-batch is the largest divisor of a device's share that holds at most so many
-    tokens; with `train.micro_batch` it is as given.
-    """
-    loop, context = settings.train, settings.data.context
-    check_loop(loop, context)
-    expected = settings.parallel.world_size
-    if expected is not None and world_size != expected:
-        raise UserError(
-            f"parallel.world_size: expected {expected} processes, got {world_size}; start them with "
-            f"`torchrun --nproc-per-node={expected} train.py ...`, or set parallel.world_size=null"
-        )
-    global_batch = loop.batch_tokens // context
-    if global_batch % world_size:
-        raise UserError(
-            f"train.batch_tokens: {loop.batch_tokens} tokens are {global_batch} windows of data.context={context}, "
-            f"which {world_size} processes cannot share evenly; "
-            f"use a multiple of {context * world_size}, e.g. {_round(loop.batch_tokens, context * world_size)}"
-        )
-    share = global_batch // world_size
-    if loop.micro_batch is not None:
-        micro_batch = loop.micro_batch
-        if share % micro_batch:
-            raise UserError(
-                f"train.micro_batch: got {micro_batch}, expected a divisor of the {share} windows that each of "
-                f"{world_size} processes takes per update; {_nearest_divisor(share, micro_batch)} is the nearest"
-            )
-    else:
-        assert loop.micro_tokens is not None
-        most = loop.micro_tokens // context
-        micro_batch = max(d for d in range(1, min(share, most) + 1) if share % d == 0)
-    if loop.steps is not None:
-        steps = loop.steps
-    else:
-        assert loop.tokens is not None
-        steps = -(-loop.tokens // loop.batch_tokens)
-    return BatchPlan(context, global_batch, micro_batch, share // micro_batch, world_size, steps)
-
-
 def check_train(settings: TrainSettings) -> None:
-    """All checks that need no process group and no data. Raises UserError."""
+    """All checks of a training run. Raises UserError."""
     name = settings.name
     if name is not None and (not name.strip() or name.startswith("/") or ".." in name.split("/")):
         raise UserError(f"name: got {name!r}, expected a folder name under runs_dir={settings.runs_dir}")
@@ -184,7 +119,3 @@ def _belongs(name: str, value: object, wanted: bool, kind: str) -> None:
 
 def _round(value: int, unit: int) -> int:
     return max(unit, round(value / unit) * unit)
-
-
-def _nearest_divisor(whole: int, wanted: int) -> int:
-    return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: abs(d - wanted))

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 import efla_data.errors
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from efla_lm.errors import UserError
 from efla_lm.settings.compose import CONFIG_DIR, compose_config, make_paths_absolute, to_settings, to_yaml, validate
-from efla_lm.settings.fields import MISSING, list_keys
+from efla_lm.settings.fields import list_keys
 from efla_lm.settings.overrides import UsageError, list_groups
 
 Settings = TypeVar("Settings")
@@ -63,24 +63,27 @@ class EntryPoint(Generic[Settings]):
             options = parser.parse_intermixed_args(list(arguments))
         except SystemExit as stop:
             return int(stop.code or 0)
-        if options.help:
-            print(self.help(program))
-            return 0
         try:
             config = compose_config(
                 self.config_name, options.overrides, self.settings_class, config_dir=self.config_dir, program=program
             )
+            if options.help:
+                print(self.help(program, config), flush=True)
+                return 0
             if options.cfg and not options.resolve:
-                print(OmegaConf.to_yaml(config), end="")
+                print(OmegaConf.to_yaml(config), end="", flush=True)
                 return 0
             settings = to_settings(config, self.settings_class, program=program)
             make_paths_absolute(settings, Path.cwd())
             if options.cfg:
-                print(to_yaml(settings), end="")
+                print(to_yaml(settings), end="", flush=True)
                 return 0
         except UsageError as error:
             _report(error, every_rank=False)
             return 2
+        except BrokenPipeError:  # `--help | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         try:
             validate(settings)
             return self.work(settings) or 0
@@ -96,23 +99,22 @@ class EntryPoint(Generic[Settings]):
             print("interrupted", file=sys.stderr)
             return 130
 
-    def help(self, program: str) -> str:
-        """What the command does, its groups, and every key with type, default and meaning."""
-        keys, groups = list_keys(self.settings_class), list_groups(self.config_dir, self.config_name)
-        lines = [f"usage: {program} [key=value ...] [group=option ...]", ""]
+    def help(self, program: str, config: DictConfig) -> str:
+        """What the command does, its groups, and every key with its value in `config`, its type and its meaning."""
+        groups = list_groups(self.config_dir, self.config_name)
+        lines = [f"usage: {program} [group=option ...] [key=value ...]", ""]
         lines += [" ".join((self.work.__doc__ or "").split("\n\n")[0].split()), ""]
         if groups:
             lines += ["groups:", *(f"  {group}={{{','.join(options)}}}" for group, options in groups.items()), ""]
-        lines.append("keys (default; later files of conf/ may change it, --cfg job shows the result):")
-        for name, info in keys.items():
-            default = "required" if info.default == MISSING else "null" if info.default is None else info.default
-            choices = f" [{', '.join(info.choices)}]" if info.choices else ""
-            lines.append(f"  {name}={default}")
-            lines.append(f"      {info.type_name}{choices}. {info.help}".rstrip(". ") + ".")
+        lines.append("keys, with their values under the groups given:")
+        for name, info in list_keys(self.settings_class).items():
+            lines.append(f"  {name}={_shown(config, name)}")
+            kind = " | ".join(info.choices) or info.type_name
+            lines.append(f"      {kind}: {info.help}" if info.help else f"      {kind}")
         lines += [
             "",
             "options:",
-            "  -h, --help       this text",
+            "  -h, --help       this text; groups and keys given beside it show in the values",
             "  -c, --cfg job    print the composed config and stop; with --resolve, as the command would use it",
         ]
         return "\n".join(lines)
@@ -121,7 +123,7 @@ class EntryPoint(Generic[Settings]):
 def entry(
     config_name: str, settings_class: type[Settings], *, config_dir: Path = CONFIG_DIR
 ) -> Callable[[Callable[[Settings], int | None]], EntryPoint[Settings]]:
-    """Make a function of typed settings into a command configured by `conf/CONFIG_NAME.yaml`; the module shows an example.
+    """Make a function of typed settings into a command that reads `conf/CONFIG_NAME.yaml`; the module has an example.
 
     The class is registered as `CONFIG_NAME_schema`; list that first in the config's defaults so that the files are
     checked as they are merged.
@@ -131,6 +133,18 @@ def entry(
         return EntryPoint(work, config_name, settings_class, config_dir)
 
     return wrap
+
+
+def _shown(config: DictConfig, name: str) -> str:
+    """A value as one would type it; `required` for one that is not given."""
+    head, _, leaf = name.rpartition(".")
+    section = OmegaConf.select(config, head) if head else config
+    if OmegaConf.is_missing(section, leaf):
+        return "required"
+    value = OmegaConf.to_container(OmegaConf.create({"value": section[leaf]}))["value"]  # type: ignore[index, call-overload]
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def program_name() -> str:

@@ -29,7 +29,7 @@ class SizeSettings:
     layers: int = key(4, "blocks of a model whose block holds a SwiGLU")
     layers_without_mlp: int = key(8, "blocks of a model whose block is the mixer alone (Mamba-2)")
     mlp: int = key(384, "SwiGLU width beside a mixer without output gate")
-    mlp_gated: int = key(384, "SwiGLU width beside a mixer with output gate, which holds parameters of its own")
+    mlp_gated: int = key(344, "SwiGLU width beside a mixer with output gate, which holds parameters of its own")
     tokens: int = key(300 * 8192, "default of train.tokens")
     batch_tokens: int = key(8192, "default of train.batch_tokens")
     micro_tokens: int = key(8192, "default of train.micro_tokens")
