@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -69,27 +69,32 @@ class World:
         if self.size > 1:
             dist.barrier(group=self.control)
 
+    def broadcast(self, value: T) -> T:
+        """Rank 0's `value` on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
     def on_main(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 alone and give its value to all.
 
         If it raises, rank 0 passes the error on and the others exit with code 1 without a word: nobody waits for a
         result that will not come, and the reason is printed once.
         """
-        if self.size == 1:
-            return work()
-        outcome: list[Any] = [None, True]
-        error: BaseException | None = None
+        value, error = None, None
         if self.is_main:
             try:
-                outcome[0] = work()
+                value = work()
             except BaseException as raised:
-                outcome[1], error = False, raised
-        dist.broadcast_object_list(outcome, src=0, group=self.control)
+                error = raised
+        failed, value = self.broadcast((error is not None, value))
         if error is not None:
             raise error
-        if not outcome[1]:
+        if failed:
             raise SystemExit(1)
-        return outcome[0]
+        return cast(T, value)
 
 
 def start(device: str = "auto", world_size: int | None = None) -> World:

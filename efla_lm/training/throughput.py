@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -43,29 +45,30 @@ class Meter:
         self._flops, self._device, self._world_size = flops_per_token, device, world_size
         self._begin = time.perf_counter()
         self._idle = 0.0
+        self.rate = 0.0  # tokens per second as last read
         self._mark, self._tokens = self._begin, 0
 
     def count(self, tokens: int) -> None:
         self._tokens += tokens
 
-    def pause(self) -> None:
-        """Stop the clock; `resume` starts it again."""
-        self._paused = time.perf_counter()
-
-    def resume(self) -> None:
-        idle = time.perf_counter() - self._paused
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside does not count."""
+        begin = time.perf_counter()
+        yield
+        idle = time.perf_counter() - begin
         self._idle += idle
         self._mark += idle
 
     def read(self) -> dict[str, float | None]:
         """Speed since the last `read`; `seconds` of training since the start of this launch; peak memory."""
         now = time.perf_counter()
-        rate = self._tokens / max(now - self._mark, 1e-9)
+        self.rate = self._tokens / max(now - self._mark, 1e-9)
         self._mark, self._tokens = now, 0
         peak = peak_flops(self._device)
         return {
-            "tokens_per_second": rate,
-            "mfu": rate * self._flops / (peak * self._world_size) if peak else None,
+            "tokens_per_second": self.rate,
+            "mfu": self.rate * self._flops / (peak * self._world_size) if peak else None,
             "seconds": now - self._begin - self._idle,
             "peak_memory_gib": peak_memory_gib(self._device),
         }

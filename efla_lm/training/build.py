@@ -1,0 +1,135 @@
+"""From settings to the parts of a run: data, model config, sharded model, and what identifies the run."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from efla_data.loader import SequentialLoader, WindowLoader
+from efla_data.token_file import TokenFile
+from efla_kernels import resolve_backend
+from torch.distributed.device_mesh import DeviceMesh
+
+from efla_lm.errors import UserError
+from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
+from efla_lm.settings import TrainSettings
+from efla_lm.training.budget import Budget
+from efla_lm.training.checkpoint import check_identity, checkpoints_in, fault_in, find_checkpoint, read_meta
+from efla_lm.training.distributed import World, shard_model
+
+# Fields of the config that may differ between launches of one run: how it is computed, not what.
+FREE_FIELDS = {"backend", "initializer_range", "max_position_embeddings"}
+
+
+def open_data(settings: TrainSettings, world: World) -> tuple[TokenFile, TokenFile | None]:
+    """The training tokens, and the held-out ones if there are any. Bytes are checked (data.verify) by rank 0 alone."""
+    folder, verify = settings.data.dir, settings.data.verify
+
+    def check() -> bool:
+        heldout = "heldout" in TokenFile.open(folder, "train", verify=verify).manifest.splits
+        if heldout:
+            TokenFile.open(folder, "heldout", verify=verify)
+        return heldout
+
+    heldout = world.on_main(check)
+    return TokenFile.open(folder, "train"), TokenFile.open(folder, "heldout") if heldout else None
+
+
+def build_config(settings: TrainSettings, data: TokenFile) -> EflaConfig:
+    """The model's config. Raises UserError for sizes that do not fit, DataError if the tokenizer is wider than it."""
+    fields = asdict(settings.model)
+    if fields["vocab_size"] is None:
+        fields["vocab_size"] = data.vocab_size
+    tokenizer = data.manifest.tokenizer
+    try:
+        config = EflaConfig(**fields, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    except ValueError as error:
+        raise UserError(f"model: {error}") from error
+    data.check_vocabulary(config.vocab_size)
+    return config
+
+
+def backend_in_use(config: EflaConfig, device: torch.device) -> str:
+    """The implementation that `model.backend` means on this device. Raises UserError if it does not serve the mixer."""
+    if config.mixer == "attention":
+        return "torch SDPA"
+    try:
+        return resolve_backend(config.backend, device, config.mixer)
+    except ValueError as error:
+        raise UserError(f"model.backend: {error}") from error
+
+
+def build_model(settings: TrainSettings, config: EflaConfig, world: World, mesh: DeviceMesh) -> EflaForCausalLM:
+    """The sharded model with its initial weights: the same for any number of processes, never whole on a device."""
+    try:
+        with torch.device("meta"):
+            model = EflaForCausalLM(config)
+    except ValueError as error:
+        raise UserError(f"model: {error}") from error
+    if settings.train.activation_checkpointing == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    shard_model(model, list(model.model.layers), mesh, settings.train.precision)
+    model.to_empty(device=world.device)
+    initialise(model, settings.seed)
+    return model.train()
+
+
+def build_loaders(
+    settings: TrainSettings, budget: Budget, tokens: TokenFile, heldout: TokenFile | None, world: World
+) -> tuple[WindowLoader, SequentialLoader | None]:
+    """This rank's training and validation batches."""
+    masked = settings.data.mask_boundaries
+    train = WindowLoader(
+        tokens, budget.context, budget.windows, budget.micro_batch, world.rank, world.size, settings.seed, masked
+    )
+    if heldout is None:
+        return train, None
+    return train, SequentialLoader(heldout, budget.context, budget.micro_batch, world.rank, world.size, masked)
+
+
+def identity(settings: TrainSettings, config: EflaConfig, data: TokenFile) -> dict[str, Any]:
+    """What a continued run must share with its checkpoint, by the name of the key that sets it."""
+    model = {f"model.{name}": getattr(config, name) for name in asdict(settings.model) if name not in FREE_FIELDS}
+    return model | {
+        "data.fingerprint": data.fingerprint,
+        "data.context": settings.data.context,
+        "data.mask_boundaries": settings.data.mask_boundaries,
+        "train.batch_tokens": settings.train.batch_tokens,
+        "seed": settings.seed,
+    }
+
+
+def find_resume(settings: TrainSettings, ours: dict[str, Any]) -> Path | None:
+    """The checkpoint to start from (`resume`, `name`), or None to start from nothing; it belongs to the same run.
+
+    Raises UserError if there is none where one was named, if it differs in a key of `identity`, or if the run directory
+    already holds later checkpoints than it, which the next resume=auto would take instead.
+    """
+    run_dir = Path(settings.runs_dir) / settings.name if settings.name else None
+    if settings.resume == "never":
+        return None
+    if settings.resume == "auto":
+        if run_dir is None or not checkpoints_in(run_dir):
+            return None
+        found = find_checkpoint(run_dir)
+    else:
+        found = find_checkpoint(Path(settings.resume))
+    meta = read_meta(found)
+    check_identity(found, meta.identity, ours)
+    for other in checkpoints_in(run_dir) if run_dir else []:
+        if fault_in(other) is None and read_meta(other).step > meta.step:
+            raise UserError(f"{other} is later than {found}: remove it to go back, or choose a new name=")
+    return found
+
+
+def keep_tokenizer(data: TokenFile, run_dir: Path) -> None:
+    """Copy the tokenizer of the token files into the run, where checkpoints point to, unless it is there."""
+    target = run_dir / "tokenizer"
+    if not target.exists():
+        partial = run_dir / "tokenizer.tmp"
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(data.tokenizer_dir, partial)
+        partial.rename(target)

@@ -1,0 +1,177 @@
+"""Train a language model: `main` builds the parts, `fit` runs the loop.
+
+python train.py model=efla size=340m data=slimpajama
+torchrun --nproc-per-node=8 train.py model=efla size=1b3 data=slimpajama parallel=fsdp
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from efla_data.loader import SequentialLoader, WindowLoader
+from torch.optim import AdamW
+
+from efla_lm.models import EflaConfig, EflaForCausalLM, flops_per_token
+from efla_lm.settings import TrainSettings, entry, to_dict
+from efla_lm.training import build, schedule
+from efla_lm.training.batch_log import BatchLog
+from efla_lm.training.budget import Budget, plan_budget
+from efla_lm.training.checkpoint import CheckpointMeta, load_checkpoint, save_checkpoint
+from efla_lm.training.distributed import World, build_mesh, finish, start
+from efla_lm.training.export import export_checkpoint
+from efla_lm.training.metrics import MetricsWriter
+from efla_lm.training.optim import build_optimizer, set_learning_rate
+from efla_lm.training.progress import Progress, banner
+from efla_lm.training.run_dir import RunDirectory, open_run
+from efla_lm.training.signals import Interruption
+from efla_lm.training.step import Verdicts, update
+from efla_lm.training.throughput import Meter
+from efla_lm.training.validate import validate
+
+
+@dataclass
+class Run:
+    """The parts of one launch."""
+
+    settings: TrainSettings
+    world: World
+    budget: Budget
+    directory: RunDirectory
+    config: EflaConfig
+    model: EflaForCausalLM
+    optimizer: AdamW
+    replicas: int  # ranks that hold the same shard
+    train_data: WindowLoader
+    heldout_data: SequentialLoader | None
+    identity: dict[str, object]
+    resumed_from: Path | None
+    start: CheckpointMeta  # where this launch begins
+
+    def save(self, step: int, skipped: int) -> Path:
+        meta = CheckpointMeta(step, step * self.budget.batch_tokens, self.identity, skipped)
+        keep, write_config = self.settings.train.keep_checkpoints or 0, self.config.save_pretrained
+        return save_checkpoint(self.directory.path, self.model, self.optimizer, meta, self.world, write_config, keep)
+
+    def validate(self) -> float | None:
+        if self.heldout_data is None:
+            return None
+        batches = self.settings.train.validate_batches
+        return validate(self.model, self.heldout_data, self.world, batches and batches * self.budget.windows)
+
+
+@entry("train", TrainSettings)
+def main(settings: TrainSettings) -> int:
+    """Train a language model on token files; the same command with name=RUN continues a run."""
+    with Interruption() as interruption:
+        world = start(settings.train.device, settings.parallel.world_size)
+        budget = plan_budget(settings.train, settings.data.context, world.size)
+        mesh = build_mesh(world, settings.parallel.mode, settings.parallel.replicate, settings.parallel.shard)
+        tokens, heldout = build.open_data(settings, world)
+        config = build.build_config(settings, tokens)
+        backend = build.backend_in_use(config, world.device)
+        identity = build.identity(settings, config, tokens)
+        resume = world.on_main(lambda: build.find_resume(settings, identity))
+        with open_run(settings, rank=world.rank, world_size=world.size, broadcast=world.broadcast) as directory:
+            world.on_main(lambda: build.keep_tokenizer(tokens, directory.path))
+            model = build.build_model(settings, config, world, mesh)
+            optimizer = build_optimizer(model, **asdict(settings.optim))
+            begin = load_checkpoint(resume, model, optimizer, world) if resume else CheckpointMeta(0, 0, identity)
+            train_data, heldout_data = build.build_loaders(settings, budget, tokens, heldout, world)
+            replicas = mesh["replicate"].size()
+            run = Run(
+                settings, world, budget, directory, config, model, optimizer, replicas, train_data, heldout_data,
+                identity, resume, begin,
+            )  # fmt: skip
+            banner("efla-lm", facts(run, backend), main=world.is_main)
+            saved = fit(run, interruption)
+            if saved is not None and saved.name == f"step-{budget.steps}":
+                world.on_main(lambda: export_checkpoint(saved, directory.export))
+                if world.is_main:
+                    print(f"finished: {directory.path} (checkpoints, metrics.jsonl, export)", flush=True)
+        finish()
+    return 0
+
+
+def fit(run: Run, interruption: Interruption) -> Path | None:
+    """Train from the update that the run has come to. Returns the newest checkpoint.
+
+    Leaves early, after saving, when any rank is asked to stop or at train.stop_at.
+    """
+    settings, budget, train = run.settings, run.budget, run.settings.train
+    last = min(budget.steps, train.stop_at or budget.steps)
+    saved, resumed_step = run.resumed_from, run.start.step
+    verdicts = Verdicts(train.max_skipped_steps, run.start.skipped_steps)
+    batch_log = BatchLog(run.directory.path / "batches.jsonl", run.world, resumed_step) if train.log_batches else None
+    meter = Meter(flops_per_token(run.config, budget.context), run.world.device, run.world.size)
+    with (
+        MetricsWriter(run.directory, settings.logger, resumed_step=resumed_step, config=to_dict(settings)) as metrics,
+        Progress(budget.steps, start_step=resumed_step, main=run.world.is_main) as progress,
+    ):
+        for step in range(resumed_step, last):
+            tokens = step * budget.batch_tokens
+            lr = schedule.learning_rate(settings.schedule, tokens, budget.total_tokens, budget.batch_tokens)
+            set_learning_rate(run.optimizer, lr)
+            batches = [run.train_data.batch(step, micro) for micro in range(budget.micro_steps)]
+            if batch_log is not None:
+                batch_log.write(step, batches)
+            verdict = update(
+                run.model, run.optimizer, batches, run.world,
+                replicas=run.replicas, clip_norm=train.clip_norm, stop=interruption.requested,
+            )  # fmt: skip
+            done = step + 1
+            verdicts.add(done, verdict)
+            meter.count(budget.batch_tokens)
+
+            if done == 1 or done == last or verdicts.stop or is_due(done, train.log_every):
+                seen, speed = verdicts.settle(), meter.read()
+                row = {"step": done, "tokens": done * budget.batch_tokens, "loss": seen.loss, "lr": lr}
+                metrics.write(row | {"grad_norm": seen.grad_norm} | speed | {"skipped_steps": verdicts.skipped})
+                progress.update(done, loss=seen.loss, lr=lr, tokens_per_second=meter.rate)
+            elif verdicts.last is not None:
+                progress.update(done, loss=verdicts.last.loss, lr=lr, tokens_per_second=meter.rate, log=False)
+            leaving = done == last or verdicts.stop
+
+            with meter.paused():
+                if done == budget.steps or is_due(done, train.validate_every):
+                    val_loss = run.validate()
+                    if val_loss is not None:
+                        metrics.write({"step": done, "val_loss": val_loss})
+                        progress.validated(done, val_loss)
+                if leaving or is_due(done, train.save_every):
+                    verdicts.settle()
+                    saved = run.save(done, verdicts.skipped)
+            if leaving:
+                break
+        if saved is not None and saved.name != f"step-{budget.steps}":
+            why = f" on {interruption.reason}" if interruption.reason else ""
+            progress.message(f"stopped{why} before the end: {saved} is saved; go on with name={run.directory.name}")
+    return saved
+
+
+def is_due(done: int, every: int | None) -> bool:
+    return every is not None and done % every == 0
+
+
+def facts(run: Run, backend: str) -> dict[str, object]:
+    """What the banner says."""
+    s, b, config, world = run.settings, run.budget, run.config, run.world
+    parameters = sum(p.numel() for p in run.model.parameters())
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    heldout = run.heldout_data.token_file.num_tokens if run.heldout_data else 0
+    shards = world.size // run.replicas
+    return {
+        "model": f"{config.mixer}, {parameters:,} parameters, {config.num_hidden_layers} blocks, backend {backend}",
+        "data": f"{s.data.name}, {run.train_data.token_file.num_tokens:,} tokens, {heldout:,} held out",
+        "training": f"{b.steps:,} updates of {b.batch_tokens:,} tokens = {b.total_tokens:,} tokens",
+        "batch": f"{b.windows} windows of {b.context}: {world.size} device(s) x {b.micro_steps} micro x {b.micro_batch}",
+        "devices": f"{world.size} x {device}, {s.train.precision}, {run.replicas} replica(s) of {shards} shard(s)",
+        "schedule": schedule.describe(s.schedule, b.total_tokens, b.batch_tokens),
+        "start": f"update {run.start.step} from {run.resumed_from}" if run.resumed_from else f"new, seed {s.seed}",
+        "run": run.directory.path,
+    }
+
+
+if __name__ == "__main__":
+    main()
