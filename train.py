@@ -165,7 +165,7 @@ def facts(run: Run, backend: str) -> dict[str, object]:
         "model": f"{config.mixer}, {parameters:,} parameters, {config.num_hidden_layers} blocks, backend {backend}",
         "data": f"{s.data.name}, {run.train_data.token_file.num_tokens:,} tokens, {heldout:,} held out",
         "training": f"{b.steps:,} updates of {b.batch_tokens:,} tokens = {b.total_tokens:,} tokens",
-        "batch": f"{b.windows} windows of {b.context}: {world.size} device(s) x {b.micro_steps} micro x {b.micro_batch}",
+        "batch": f"{b.windows} windows of {b.context}: {world.size} rank(s) x {b.micro_steps} micro x {b.micro_batch}",
         "devices": f"{world.size} x {device}, {s.train.precision}, {run.replicas} replica(s) of {shards} shard(s)",
         "schedule": schedule.describe(s.schedule, b.total_tokens, b.batch_tokens),
         "start": f"update {run.start.step} from {run.resumed_from}" if run.resumed_from else f"new, seed {s.seed}",
