@@ -32,7 +32,9 @@ def main(settings: EvalSettings) -> int:
     checkpoint = checkpoints.find(settings.checkpoint)
     if checkpoint.kind == "hub":
         hub.offline_unless_reachable()
-    model, tokenizer = checkpoints.load(checkpoint, settings.dtype, world.device)
+    model, tokenizer = checkpoints.load(checkpoint)
+    weights = checkpoints.weights_hash(model) if world.is_main else ""
+    checkpoints.place(model, settings.dtype, world.device)
     task_sets, missing = load_tasks(
         settings.tasks.names,
         tokenizer,
@@ -56,7 +58,7 @@ def main(settings: EvalSettings) -> int:
         found["evaluation"] = {
             "checkpoint": checkpoint.location,
             "step": checkpoint.step,
-            "weights_sha256": checkpoints.weights_hash(model),
+            "weights_sha256": weights,
             "start_token": policy.describe(),
             "context": context,
             "dtype": settings.dtype,

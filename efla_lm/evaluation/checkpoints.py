@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import efla_lm  # noqa: F401  registers our model with the Auto classes
 from efla_lm.errors import UserError
-from efla_lm.training.checkpoint import find_checkpoint, load_model_weights, newest_checkpoint, read_meta, tokenizer_dir
+from efla_lm.training.checkpoint import find_checkpoint, newest_checkpoint, read_meta, tokenizer_dir
+from efla_lm.training.distributed import is_whole
+from efla_lm.training.export import load_model as load_step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RUN_CONFIG = "config.yaml"
@@ -80,19 +83,42 @@ def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> tuple[Any, Any]:
-    """(model in evaluation mode on the device, tokenizer).
+def load(checkpoint: Checkpoint) -> tuple[Any, Any]:
+    """(model in evaluation mode on the CPU with the dtype that is stored, tokenizer).
 
     Raises:
         UserError: weights, configuration or tokenizer are missing, or do not fit together.
     """
+    transformers.utils.logging.disable_progress_bar()
     tokenizer = _load_tokenizer(checkpoint)
-    model = _load_step(checkpoint, dtype) if checkpoint.kind == "step" else _load_pretrained(checkpoint, dtype)
+    model = load_step(Path(checkpoint.location)) if checkpoint.kind == "step" else _load_pretrained(checkpoint)
     largest = max(tokenizer.get_vocab().values())
     rows = model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
         raise UserError(f"{checkpoint.location}: the tokenizer has ids up to {largest}, the model {rows} embeddings")
-    return model.eval().to(device), tokenizer
+    return model.eval(), tokenizer
+
+
+def place(model: Any, dtype: str, device: torch.device) -> Any:
+    """Cast the weights to `fp32` or `bf16` and move the model, in place.
+
+    Buffers (rotary frequencies) keep their dtype, and so do the few decay parameters that training keeps in fp32.
+    """
+    for name, parameter in model.named_parameters():
+        if not is_whole(name):
+            parameter.data = parameter.data.to(DTYPES[dtype])
+    return model.to(device)
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` = the first GPU if there is one, else the CPU; `cpu`; `cuda`.
+
+    Raises:
+        UserError: cuda is asked for and torch sees none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda but torch sees no CUDA device: use device=auto or cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def _load_tokenizer(checkpoint: Checkpoint) -> Any:
@@ -106,22 +132,13 @@ def _load_tokenizer(checkpoint: Checkpoint) -> Any:
         raise UserError(f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}") from error
 
 
-def _load_step(checkpoint: Checkpoint, dtype: str) -> Any:
-    folder = Path(checkpoint.location)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    weights = load_model_weights(folder)
-    # from_pretrained with a state dict: the path of an export, with its dtype rules and its checks, without the files
-    factory: Any = AutoModelForCausalLM
-    return factory.from_pretrained(None, config=config, state_dict=weights, dtype=DTYPES[dtype])
-
-
-def _load_pretrained(checkpoint: Checkpoint, dtype: str) -> Any:
+def _load_pretrained(checkpoint: Checkpoint) -> Any:
     factory: Any = AutoModelForCausalLM
     try:
         model, report = factory.from_pretrained(
             checkpoint.location,
             config=_load_config(checkpoint),
-            dtype=DTYPES[dtype],
+            dtype="auto",
             local_files_only=checkpoint.kind != "hub",
             output_loading_info=True,
         )
@@ -144,7 +161,7 @@ def _load_config(checkpoint: Checkpoint) -> Any:
 
 
 def weights_hash(model: Any) -> str:
-    """sha256 over names, dtypes, shapes and bytes of all weights as evaluated: equal for a step and its export."""
+    """sha256 over names, dtypes, shapes and bytes of all weights, sorted by name: equal for a step and its export."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.named_parameters()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from lm_eval.evaluator import evaluate
 
@@ -37,6 +38,7 @@ def load_tasks(
     if local_dir is None and stock:
         hub.offline_unless_reachable()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
     manager = manager_for(stock) if stock else None
     found: list[TaskSet] = []
     missing: dict[str, str] = {}

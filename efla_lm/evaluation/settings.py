@@ -1,5 +1,7 @@
 """Settings of `eval.py` and `python -m scripts.generate`: every key with its default and a line of help."""
 
+# ruff: noqa: RUF009  (`key` returns a dataclasses.field)
+
 from dataclasses import dataclass, field
 
 from efla_lm.settings.fields import MISSING, PATH, PATH_OR_HUB, key
