@@ -1,8 +1,8 @@
 """`manifest.json`: what a folder of token files holds, where it came from, and how to check it.
 
-The fingerprint of a split is a hash of its content alone (token bytes, document ends, dtype, vocabulary, special ids).
-Paths, dates, library versions and the number of processes do not enter it, so equal data have equal fingerprints
-wherever they were made.
+The fingerprint of a split is a hash of its content alone (token bytes, document ends, dtype, vocabulary, special
+ids). Paths, dates, library versions and the number of processes do not enter it, so equal data have equal
+fingerprints wherever they were made.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ FORMAT = "efla-token-files"
 SCHEMA = 1
 FILE_NAME = "manifest.json"
 SPLITS = ("train", "heldout")
+AGAIN = "make it again with scripts.prepare overwrite=true"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise DataError(f"{path}: not a manifest of token files (expected format {FORMAT!r})")
         if raw.get("schema") != SCHEMA:
-            raise DataError(f"{path}: schema {raw.get('schema')!r}, this version reads {SCHEMA}; prepare it again")
+            raise DataError(f"{path}: schema {raw.get('schema')!r}, this version reads {SCHEMA}; {AGAIN}")
         raw["tokenizer"] = TokenizerInfo(**raw["tokenizer"])
         splits = {}
         for name, split in raw["splits"].items():
@@ -132,10 +133,12 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
         raw["splits"] = splits
         manifest = Manifest(**raw)
     except (TypeError, KeyError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path}: damaged manifest ({error}); prepare it again") from error
+        raise DataError(f"{path}: damaged manifest ({error}); {AGAIN}") from error
     for name, split in manifest.splits.items():
         expected = split_fingerprint(manifest.dtype, manifest.tokenizer, split.shards)
         if split.fingerprint != expected:
             got = split.fingerprint
-            raise DataError(f"{path}: damaged manifest, fingerprint of {name!r} should be {expected}, got {got}")
+            raise DataError(
+                f"{path}: damaged manifest, fingerprint of {name!r} should be {expected}, got {got}; {AGAIN}"
+            )
     return manifest

@@ -1,7 +1,7 @@
 """Read one split of a folder of token files: a memory-mapped stream of ids and the places where documents end.
 
     train-00000.bin   N token ids, uint16 (vocabulary <= 65536) or uint32, little-endian
-    train-00000.idx   D document ends, uint64, little-endian: document d is tokens[ends[d-1]:ends[d]], its EOS included
+    train-00000.idx   D document ends, uint64, little-endian: document d is tokens[ends[d-1]:ends[d]], with EOS
 
 Nothing is loaded on open, so a file of any size costs a few pages of memory.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from efla_data.errors import DataError
-from efla_data.manifest import Manifest, Shard, load_manifest
+from efla_data.manifest import AGAIN, Manifest, Shard, load_manifest
 
 INDEX_DTYPE = np.dtype("<u8")
 
@@ -47,7 +47,7 @@ class TokenFile:
         """Open `split` ("train" or "heldout") of `folder`.
 
         Always checks the manifest, that both files exist with the right size, and that the last document ends at
-        the last token. `verify=True` also reads every byte and compares sha256. DataError names file, expected and got.
+        the last token. `verify=True` also reads every byte and compares sha256. DataError names the file.
         """
         folder = Path(folder).absolute()
         manifest = load_manifest(folder)
@@ -64,7 +64,9 @@ class TokenFile:
         last = int(ends[-1]) if len(ends) else 0
         if last != shard.tokens:
             where = folder / shard.index_file
-            raise DataError(f"{where}: corrupt, last document should end at token {shard.tokens}, ends at {last}")
+            raise DataError(
+                f"{where}: corrupt, last document should end at token {shard.tokens}, ends at {last}; {AGAIN}"
+            )
         if verify:
             _check_hashes(folder, shard)
         return cls(folder, split, manifest, tokens, ends)
@@ -118,10 +120,10 @@ class TokenFile:
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     if not path.is_file():
-        raise DataError(f"missing token file {path}, which the manifest lists; prepare it again")
+        raise DataError(f"missing token file {path}, which the manifest lists; {AGAIN}")
     size, expected = path.stat().st_size, count * dtype.itemsize
     if size != expected:
-        raise DataError(f"{path}: truncated or altered, expected {expected} bytes, got {size}; prepare it again")
+        raise DataError(f"{path}: truncated or altered, expected {expected} bytes, got {size}; {AGAIN}")
     if count == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
@@ -131,4 +133,4 @@ def _check_hashes(folder: Path, shard: Shard) -> None:
     for name, expected in ((shard.tokens_file, shard.tokens_sha256), (shard.index_file, shard.index_sha256)):
         got = file_sha256(folder / name)
         if got != expected:
-            raise DataError(f"{folder / name}: corrupt, expected sha256 {expected}, got {got}; prepare it again")
+            raise DataError(f"{folder / name}: corrupt, expected sha256 {expected}, got {got}; {AGAIN}")

@@ -1,0 +1,70 @@
+"""How far `prepare` is, for whoever wants to show it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A moment of a run. `fraction` is of the bytes on disk (of the shards, for hub data), in finished units."""
+
+    units_done: int
+    units: int
+    fraction: float
+    text_bytes: int  # read by this run so far
+    tokens: int
+    seconds: float
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimate from what this run has finished; None before the first unit."""
+        return self.seconds * (1 - self.fraction) / self.fraction if self.fraction > 0 else None
+
+
+class Watcher:
+    """Collects reports from all threads and calls `show` at most once per `interval` seconds, and at the end."""
+
+    def __init__(self, weights: list[int], show: Callable[[Progress], None] | None, interval: float = 1.0) -> None:
+        self._weights = [max(weight, 1) for weight in weights]
+        self._show, self._interval = show, interval
+        self._lock = threading.Lock()
+        self._start = self._shown = time.monotonic()
+        self._done: set[int] = set()
+        self._text_bytes = self._tokens = 0
+
+    def skip(self, unit: int) -> None:
+        """Leave out a unit that an earlier run finished."""
+        self._weights[unit] = 0
+
+    def report(self, text_bytes: int, tokens: int) -> None:
+        """Text and tokens since the caller's last report."""
+        with self._lock:
+            self._text_bytes += text_bytes
+            self._tokens += tokens
+            if time.monotonic() - self._shown >= self._interval:
+                self._call()
+
+    def finish(self, unit: int) -> None:
+        """A unit is complete."""
+        with self._lock:
+            self._done.add(unit)
+            self._call()
+
+    def _call(self) -> None:
+        self._shown = time.monotonic()
+        if self._show is not None:
+            done = sum(self._weights[unit] for unit in self._done)
+            self._show(
+                Progress(
+                    units_done=len(self._done),
+                    units=sum(weight > 0 for weight in self._weights),
+                    fraction=done / max(sum(self._weights), 1),
+                    text_bytes=self._text_bytes,
+                    tokens=self._tokens,
+                    seconds=self._shown - self._start,
+                )
+            )
