@@ -52,13 +52,15 @@ class RecurrentCache(Cache):
         padding: [B] int64, how many of them were left padding; None when no row had any.
     """
 
+    layers: list[LayerState]  # type: ignore[assignment]
+
     def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[LayerState() for _ in range(num_layers)])
+        super().__init__(layers=[LayerState() for _ in range(num_layers)])  # type: ignore[misc]
         self.seen = 0
         self.padding: Tensor | None = None
 
     def advance(self, tokens: int, mask: Tensor | None) -> None:
-        """Record that `tokens` more positions were seen, of which `mask` [B, tokens] marks the real ones (None: all)."""
+        """Record that `tokens` more positions were seen, of which `mask` [B, tokens] marks the tokens (None: all)."""
         if mask is not None:
             padding = (~mask).sum(1)
             self.padding = padding if self.padding is None else self.padding + padding

@@ -50,8 +50,8 @@ class EflaConfig(PretrainedConfig):
     """
 
     model_type = "efla_lm"
-    keys_to_ignore_at_inference = ["cache", "past_key_values"]
-    attribute_map = {"num_attention_heads": "num_heads"}
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
+    attribute_map = {"num_attention_heads": "num_heads"}  # noqa: RUF012
 
     def __init__(
         self,
@@ -105,13 +105,9 @@ class EflaConfig(PretrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache
         self._check(head_dim_given=head_dim is not None)
-        super().__init__(
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            tie_word_embeddings=tie_word_embeddings,
-            **base,
-        )
+        base |= {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        base["tie_word_embeddings"] = tie_word_embeddings
+        super().__init__(**base)
 
     def _check(self, head_dim_given: bool) -> None:
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "conv_size", "expand",

@@ -18,8 +18,8 @@ def count_parameters(config: EflaConfig) -> int:
 def flops_per_token(config: EflaConfig, context: int) -> float:
     """Model FLOPs of one training token (forward and backward, no recomputation), for model FLOPs utilisation.
 
-    Every parameter but an untied embedding table is multiplied and added once forward and twice backward: 6 each. Mixing
-    adds, per block and forward, 3x that with backward:
+    Every parameter but an untied embedding table is multiplied and added once forward and twice backward: 6 each.
+    Mixing adds, per block and forward, 3x that with backward:
 
     * delta rules 6 H K V: read k^T S, rank-one update, read q^T S of the recurrence (chunked forms compute more);
     * Mamba-2 4 H N P: update and read;

@@ -40,7 +40,7 @@ def initial_value(
     if isinstance(module, (Decay, StateSpaceParameters)):
         uniform = torch.rand(shape, generator=generator)  # in [0, 1)
         if name == "A_log":
-            low, high = module.A_RANGE
+            low, high = (Decay if isinstance(module, Decay) else StateSpaceParameters).A_RANGE
             return (high - (high - low) * uniform).log()  # A in (low, high]: never log 0
         if name == "dt_bias":
             log_low, log_high = math.log(DT_RANGE[0]), math.log(DT_RANGE[1])

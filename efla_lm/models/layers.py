@@ -1,4 +1,4 @@
-"""Layers that several mixers share: norms, SwiGLU, short convolution, rotary embedding, decay parameters.
+"""Layers that several mixers share: norms, SwiGLU, short convolution, decay parameters.
 
 Dtypes: every layer returns the dtype of its input. Norm statistics, the gate of the gated norm and decays are computed
 in fp32, whatever dtype the model has.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from efla_lm.models.sequence import SequenceInfo
 
 
 class RMSNorm(nn.Module):
@@ -76,33 +78,33 @@ class ShortConvolution(nn.Module):
         nn.init.uniform_(self.weight, -(size**-0.5), size**-0.5)
 
     def forward(
-        self, x: Tensor, state: Tensor | None = None, segments: Tensor | None = None
+        self, x: Tensor, state: Tensor | None = None, info: SequenceInfo | None = None
     ) -> tuple[Tensor, Tensor]:
         """Convolve.
 
         Args:
             x: [B, T, D].
             state: the W-1 inputs before x, [B, W-1, D]; zeros if None.
-            segments: [T] document index of each token in a packed batch (B = 1); a tap never reaches another document.
+            info: tells the documents of a packed batch; a tap never reaches another document.
 
         Returns:
             y [B, T, D] and the next state [B, W-1, D] (a view of the inputs; clone it to keep it).
         """
-        T, W = x.shape[1], self.weight.shape[1]
-        padded = F.pad(x, (0, 0, W - 1, 0)) if state is None else torch.cat((state.to(x.dtype), x), dim=1)
-        if segments is None:
-            y = F.conv1d(padded.transpose(1, 2), self.weight[:, None], self.bias, groups=self.weight.shape[0])
-            y = y.transpose(1, 2)
+        T, gap = x.shape[1], self.weight.shape[1] - 1
+        slots = None
+        if info is not None and info.segments is not None:
+            # Spread the documents apart by W-1 zeros: the same convolution as for separate ones, then gather.
+            slots = torch.arange(T, device=x.device) + gap * info.segments
+            spread = x.new_zeros(x.shape[0], T + gap * info.documents, x.shape[2])
+            padded = spread.index_copy(1, slots + gap, x)
+        elif state is None:
+            padded = F.pad(x, (0, 0, gap, 0))
         else:
-            y = self._segmented(padded, segments, T, W)
+            padded = torch.cat((state.to(x.dtype), x), dim=1)
+        y = F.conv1d(padded.transpose(1, 2), self.weight[:, None], self.bias, groups=self.weight.shape[0])
+        # Contiguous before SiLU: its backward would otherwise walk two layouts at once.
+        y = y.transpose(1, 2).contiguous() if slots is None else y.transpose(1, 2).index_select(1, slots)
         return F.silu(y), padded[:, T:]
-
-    def _segmented(self, padded: Tensor, segments: Tensor, T: int, W: int) -> Tensor:
-        y = padded[:, W - 1 :] * self.weight[:, W - 1]
-        for j in range(1, W):
-            same = F.pad(segments[j:] == segments[: T - j], (min(j, T), 0))[:T]
-            y = y + padded[:, W - 1 - j : W - 1 - j + T] * same[None, :, None] * self.weight[:, W - 1 - j]
-        return y if self.bias is None else y + self.bias
 
 
 class Decay(nn.Module):
@@ -136,21 +138,3 @@ class StateSpaceParameters(nn.Module):
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.A_log.float(), self.dt_bias.float(), self.D.float()
-
-
-def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, fp32 [..., T, 1, head_dim / 2] for positions [..., T].
-
-    Angle i of position p is p * theta^(-2i / head_dim). Computed on the fly: no buffer that a model built on the meta
-    device could lose.
-    """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions[..., None].float() * theta**-exponents
-    return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
-
-
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs (x_i, x_{i + K/2}) of x [B, T, H, K] by the angles of `rotary_tables`."""
-    cos, sin = tables
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from transformers.utils import ModelOutput, logging
 
 from efla_lm.models.cache import LayerState, RecurrentCache
 from efla_lm.models.config import EflaConfig
+from efla_lm.models.generation import RecurrentGeneration
 from efla_lm.models.init import initial_value
 from efla_lm.models.layers import Decay, RMSNorm, StateSpaceParameters, SwiGLU
 from efla_lm.models.mixers import build_mixer
@@ -69,8 +71,8 @@ class EflaPreTrainedModel(PreTrainedModel):
     config_class = EflaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["EflaBlock"]
-    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _no_split_modules = ["EflaBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
     _is_stateful = True  # no assisted decoding: the state cannot be rolled back
 
@@ -103,17 +105,13 @@ class EflaModel(EflaPreTrainedModel):
         self.layers = nn.ModuleList(EflaBlock(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
-        if config.mixer == "mamba2":
-            for block in self.layers:
-                # As published: residual outputs start 1/sqrt(blocks) smaller.
-                block.mixer.out_proj.init_scale = config.num_hidden_layers**-0.5
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.embeddings
 
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embeddings = value
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embeddings = cast(nn.Embedding, value)
 
     def forward(
         self,
@@ -166,9 +164,12 @@ class EflaModel(EflaPreTrainedModel):
         self, cache: RecurrentCache | None, use_cache: bool | None, info: SequenceInfo
     ) -> RecurrentCache | None:
         """Decide whether this pass fills a cache; use_cache=None means: outside training, where the input allows it."""
-        if self.gradient_checkpointing and self.training and torch.is_grad_enabled() and (use_cache or cache):
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             # A recomputed block would update its state twice.
-            logger.warning_once("gradient checkpointing recomputes blocks: the cache is left out in training")
+            if cache is not None:
+                raise ValueError("gradient checkpointing recomputes blocks: training cannot continue from a cache")
+            if use_cache:
+                logger.warning_once("gradient checkpointing recomputes blocks: no cache is made in training")
             return None
         if cache is not None and use_cache is not False:
             if not is_left_padded(info):
@@ -186,10 +187,10 @@ class EflaModel(EflaPreTrainedModel):
         return self.new_cache() if (default if use_cache is None else use_cache) else None
 
 
-class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
+class EflaForCausalLM(EflaPreTrainedModel, RecurrentGeneration, GenerationMixin):
     """Language model with an output head, tied to the embedding or not."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
 
     def __init__(self, config: EflaConfig) -> None:
         super().__init__(config)
@@ -200,19 +201,14 @@ class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embeddings
 
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.model.embeddings = value
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embeddings = cast(nn.Embedding, value)
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
         self.lm_head = value
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        # The first forward pass makes the RecurrentCache that generate then hands back.
-        return False
 
     def forward(
         self,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from efla_lm.models.cache import RecurrentCache
-from efla_lm.models.layers import rotary_tables
+from efla_lm.models.rotary import rotary_tables
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class SequenceInfo:
         """The same, with what every attention block needs computed once."""
         return replace(self, rotary=rotary_tables(self.positions(), head_dim, theta), visible=self.visible_keys())
 
+    @property
+    def documents(self) -> int:
+        """Documents of a packed batch; 0 for a batch that is not packed."""
+        return 0 if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+
     def hide_padding(self, x: Tensor) -> Tensor:
         """x [B, T, ...] with zeros on padding."""
         if self.mask is None:
@@ -52,10 +57,7 @@ class SequenceInfo:
             return (index - self.cu_seqlens.long()[self.segments])[None]
         if self.mask is None and self.past_padding is None:
             return (index + self.past)[None]
-        if self.mask is None:
-            local = index[None]
-        else:
-            local = (self.mask.long().cumsum(1) - 1).clamp(min=0)
+        local = index[None] if self.mask is None else (self.mask.long().cumsum(1) - 1).clamp(min=0)
         past = self.past if self.past_padding is None else (self.past - self.past_padding)[:, None]
         return local + past
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import EflaConfig
-from efla_lm.models.layers import rotate
+from efla_lm.models.rotary import rotate
 from efla_lm.models.sequence import SequenceInfo
 
 
@@ -18,13 +18,15 @@ class AttentionMixer(nn.Module):
     def __init__(self, config: EflaConfig) -> None:
         super().__init__()
         if config.backend not in ("auto", "torch"):
-            raise ValueError(f"attention runs on torch's SDPA only: backend must be auto or torch, not {config.backend}")
+            raise ValueError(f"attention runs on torch's SDPA: backend must be auto or torch, got {config.backend!r}")
         self.heads, self.head_dim = config.num_heads, config.head_dim
         self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.key_size, bias=False)
         self.o_proj = nn.Linear(config.key_size, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
         """hidden [B, T, hidden_size] -> the same; reads and extends the keys and values of `layer` if there is one."""
+        if info.rotary is None:
+            raise ValueError("attention needs SequenceInfo.for_attention(...)")
         q, k, v = self.qkv_proj(hidden).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
         q, k = rotate(q, info.rotary), rotate(k, info.rotary)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

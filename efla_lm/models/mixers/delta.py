@@ -40,23 +40,21 @@ class DeltaMixer(nn.Module):
         self.qkv_proj = nn.Linear(hidden, 3 * width, bias=False)
         self.qkv_conv = ShortConvolution(3 * width, config.conv_size)
         self.b_proj = nn.Linear(hidden, heads, bias=False)
+        self.decay: Decay | None = None
         if config.mixer in GATED_MIXERS:
             self.a_proj = nn.Linear(hidden, heads, bias=False)
             self.decay = Decay(heads)
-        else:
-            self.decay = None
+        self.g_proj: nn.Linear | None = None
+        self.o_norm: nn.Module = RMSNorm(config.head_dim, config.norm_eps)
         if config.output_gate:
             self.g_proj = nn.Linear(hidden, width, bias=False)
-            self.o_norm: nn.Module = GatedRMSNorm(config.head_dim, config.norm_eps)
-        else:
-            self.g_proj = None
-            self.o_norm = RMSNorm(config.head_dim, config.norm_eps)
+            self.o_norm = GatedRMSNorm(config.head_dim, config.norm_eps)
         self.o_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
         """hidden [B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
         x = info.hide_padding(hidden)
-        qkv, conv_state = self.qkv_conv(self.qkv_proj(x), None if layer is None else layer.conv, info.segments)
+        qkv, conv_state = self.qkv_conv(self.qkv_proj(x), None if layer is None else layer.conv, info)
         # The convolution carries tokens into padding on their right: k = v = 0 there keeps the state as it is.
         q, k, v = info.hide_padding(qkv).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
         gates = [self.b_proj(x)]

@@ -1,8 +1,8 @@
-"""Mamba-2 mixer (state-space duality), as published.
+"""Mamba-2 mixer (state-space duality), as published:
 
-    z, (x, B, C), dt = split(W_in u);  x, B, C = silu(conv(x, B, C) + bias)
-    S_t = exp(-exp(A_log) dt_t) S_{t-1} + dt_t B_t x_t^T,  dt_t = softplus(dt + dt_bias)
-    y = S^T C + D x;   out = W_out RMSNorm(y * silu(z))
+z, (x, B, C), dt = split(W_in u);  x, B, C = silu(conv(x, B, C) + bias)
+S_t = exp(-exp(A_log) dt_t) S_{t-1} + dt_t B_t x_t^T,  dt_t = softplus(dt + dt_bias)
+y = S^T C + D x;   out = W_out RMSNorm(y * silu(z))
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ class Mamba2Mixer(nn.Module):
         self.ssm = StateSpaceParameters(self.heads)
         self.norm = GatedRMSNorm(self.inner, config.norm_eps, gate_first=True, groups=self.groups)
         self.out_proj = nn.Linear(self.inner, config.hidden_size, bias=False)
+        self.out_proj.init_scale = config.num_hidden_layers**-0.5  # as published: residual outputs start smaller
 
     def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
         """hidden [B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
         projected = self.in_proj(info.hide_padding(hidden))
         z, xbc, dt = projected.split((self.inner, self.conv_size, self.heads), dim=-1)
-        xbc, conv_state = self.conv(xbc, None if layer is None else layer.conv, info.segments)
+        xbc, conv_state = self.conv(xbc, None if layer is None else layer.conv, info)
         group_width = self.groups * self.state_size
         x, B, C = info.hide_padding(xbc).split((self.inner, group_width, group_width), dim=-1)
         A_log, dt_bias, D = self.ssm()
