@@ -84,8 +84,9 @@ def relative_exp(x: Tensor) -> Tensor:
 
 def _erase_write(beta: Tensor, lam: Tensor) -> Tensor:
     """(1 - exp(-beta lam)) / lam; dividing by lam itself keeps a lam within one ulp of 1, which beta E(x) does not."""
-    tiny = lam < torch.finfo(lam.dtype).tiny
-    return torch.where(tiny, beta, -torch.expm1(-beta * lam) / torch.where(tiny, 1.0, lam))
+    x = beta * lam
+    # beta is the rounded value there, also where lam = 0 or the product leaves the normal range
+    return torch.where(x < torch.finfo(x.dtype).eps / 4, beta, -torch.expm1(-x) / lam)
 
 
 class _EraseWrite(torch.autograd.Function):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 
 import efla_kernels
 import torch
@@ -26,7 +27,7 @@ class Case:
     grad_state: Tensor
     cu_seqlens: Tensor | None = None
     use_state: bool = True
-    key: str = field(default="k")
+    key: str = "k"  # the input whose gradient sets the floor of the metric
 
     def run(self, backend: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Outputs, final state and every gradient; in `dtype`, or as the inputs are."""
@@ -58,7 +59,7 @@ class Case:
                 use_state=self.use_state,
                 key=self.key,
             )
-            for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
+            for i, (a, b) in enumerate(pairwise(bounds))
         ]
 
     def run_segments(self, backend: str, dtype: torch.dtype) -> dict[str, Tensor]:

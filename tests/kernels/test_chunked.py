@@ -26,7 +26,7 @@ def test_fp32_chunks_equal_fp32_recurrence(op: str) -> None:
     assert_close(case.run("torch"), case.run("reference"), FP32, case.key)
 
 
-# empty first, middle and last segments; one-token ones; exact chunks; lengths that rise, so that sorting must undo itself
+# empty first, middle and last segments; one-token ones; exact chunks; rising lengths, so that sorting must undo itself
 PACKINGS = (
     [0, 0, 5, 6, 6, 75, 75],
     [0, 1, 3, 67, 195, 195, 200],
