@@ -26,13 +26,11 @@ def documents(folder: Path, tokenizer: Any) -> tuple[list[dict[str, str]], dict[
         tokens = TokenFile.open(folder, "heldout")
     except (DataError, OSError) as error:
         raise MissingTask(f"task {NAME}: {error}") from error
-    special = {tokens.manifest.tokenizer.bos_id, tokens.manifest.tokenizer.eos_id}
-    texts: list[str] = []
-    for index in range(tokens.num_documents):
-        ids = tokens.document(index).tolist()
-        first = 1 if ids[:1] and ids[0] in special else 0
-        last = len(ids) - (1 if len(ids) > first and ids[-1] in special else 0)
-        texts.append(tokenizer.decode(ids[first:last], clean_up_tokenization_spaces=False))
+    first = 1 if tokens.manifest.tokenizer.add_bos else 0  # EOS always ends a document
+    texts = [
+        tokenizer.decode(tokens.document(index)[first:-1].tolist(), clean_up_tokenization_spaces=False)
+        for index in range(tokens.num_documents)
+    ]
     rows = [{"text": text} for text in texts if text.strip()]
     if not rows:
         raise MissingTask(f"task {NAME}: the held-out split of {folder} holds no text")
