@@ -117,7 +117,7 @@ def start(device: str = "auto", world_size: int | None = None) -> World:
     if world_size is not None and world_size != state.num_processes:
         raise UserError(f"parallel.world_size={world_size} but {state.num_processes} process(es) run: {_HOW_TO_LAUNCH}")
     place = torch.device("cpu") if kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    if not dist.is_initialized():
+    if state.num_processes == 1 and not dist.is_initialized():
         backend = "gloo" if kind == "cpu" else "nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     control = dist.group.WORLD if kind == "cpu" else dist.new_group(backend="gloo", timeout=timedelta(minutes=60))

@@ -9,6 +9,8 @@ import os
 import shutil
 from pathlib import Path
 
+from transformers.utils import logging
+
 from efla_lm.errors import UserError
 from efla_lm.models import EflaConfig, EflaForCausalLM
 from efla_lm.training.checkpoint import load_model_weights, tokenizer_dir
@@ -32,17 +34,17 @@ def export_checkpoint(step_dir: Path, out: Path) -> Path:
     tokenizer = tokenizer_dir(step_dir)
     if not tokenizer.is_dir():
         raise UserError(f"{tokenizer}: the tokenizer of {step_dir} is missing, so the export would be incomplete")
-    partial = out.with_name(out.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
+    model = load_model(step_dir)
+    partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     partial.mkdir(parents=True)
-    load_model(step_dir).save_pretrained(partial)
-    shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
-    if out.exists():
-        old = out.with_name(out.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(out, old)
+    try:
+        logging.disable_progress_bar()  # one bar per file, drawn over the live line of training
+        model.save_pretrained(partial)
+        shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
+        if out.exists():
+            os.rename(out, partial.with_suffix(".old"))
         os.rename(partial, out)
-        shutil.rmtree(old)
-    else:
-        os.rename(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial.with_suffix(".old"), ignore_errors=True)
     return out
