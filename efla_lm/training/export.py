@@ -29,11 +29,15 @@ def load_model(step_dir: Path) -> EflaForCausalLM:
 
 def export_checkpoint(step_dir: Path, out: Path) -> Path:
     """Write the model and tokenizer of a checkpoint to `out`, for `AutoModelForCausalLM.from_pretrained` after
-    `import efla_lm`. The folder appears whole, in place of an older one. Returns `out`.
+    `import efla_lm`. The folder appears whole, in place of an older export. Returns `out`.
+
+    Raises UserError if the tokenizer is missing, or if `out` holds anything but an export.
     """
     tokenizer = tokenizer_dir(step_dir)
     if not tokenizer.is_dir():
         raise UserError(f"{tokenizer}: the tokenizer of {step_dir} is missing, so the export would be incomplete")
+    if out.exists() and not (out / "config.json").is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: holds something else than an export; choose another folder")
     model = load_model(step_dir)
     partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     partial.mkdir(parents=True)

@@ -1,0 +1,123 @@
+"""A run that stops and goes on is the run that never stopped: same batches, same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import train
+from tests.training.launch import (
+    assert_same_weights,
+    consumed,
+    metrics,
+    run_here,
+    steady_rows,
+    weights,
+)
+
+STEPS = 40  # 4 windows each, 63 windows per epoch: two and a half epochs
+LENGTH = (f"train.steps={STEPS}", "train.validate_every=10")
+
+
+@pytest.fixture(scope="module")
+def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("straight")
+    assert run_here(corpus, runs, "name=run", *LENGTH) == 0
+    return runs
+
+
+def all_tensors(runs: Path, name: str, step: int) -> dict[str, torch.Tensor]:
+    """Weights and optimiser state of a checkpoint."""
+    folder = runs / name / "checkpoints" / f"step-{step}"
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {key: torch.empty(value.size, dtype=value.properties.dtype) for key, value in metadata.items()}
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize("stops", [(20,), (10, 20), (25,)], ids=["20+20", "10+10+20", "60% of epoch 2"])
+def test_stopped_and_continued_is_bit_equal(
+    corpus: Path, straight: Path, tmp_path: Path, stops: tuple[int, ...]
+) -> None:
+    for stop in stops:
+        assert run_here(corpus, tmp_path, "name=run", *LENGTH, f"train.stop_at={stop}") == 0
+        assert not (tmp_path / "run" / "export").exists()
+    assert run_here(corpus, tmp_path, "name=run", *LENGTH) == 0
+    assert consumed(tmp_path, "run") == consumed(straight, "run")
+    assert steady_rows(tmp_path, "run") == steady_rows(straight, "run")
+    ours, theirs = all_tensors(tmp_path, "run", STEPS), all_tensors(straight, "run", STEPS)
+    assert any(name.startswith("optim.") and name.endswith("exp_avg_sq") for name in ours)
+    assert_same_weights(ours, theirs)
+
+
+def test_batches_cover_each_epoch_once(straight: Path) -> None:
+    ids = [window for step in consumed(straight, "run") for window in step]
+    assert sorted(ids[:63]) == list(range(63))
+    assert sorted(ids[63:126]) == list(range(63))
+    assert ids[:63] != ids[63:126]
+
+
+def test_learning_rate_and_rows(straight: Path) -> None:
+    """Row C3: 3e-5 at update 0, the peak at update 10, 3e-5 at the last; and the contract of a row."""
+    rates = metrics(straight, "run", "lr")
+    assert len(rates) == STEPS
+    assert (rates[0], rates[10], rates[-1]) == (3e-5, 0.01, 3e-5)
+    assert max(rates) == rates[10]
+    rows = [row for row in train_rows(straight) if "loss" in row]
+    names = "step tokens loss lr grad_norm tokens_per_second mfu seconds peak_memory_gib skipped_steps".split()
+    assert all(list(row) == names for row in rows)
+    assert [row["tokens"] for row in rows] == [64 * row["step"] for row in rows]
+    assert all(row["tokens_per_second"] > 0 and row["peak_memory_gib"] > 0 for row in rows)
+    validations = [row for row in train_rows(straight) if "val_loss" in row]
+    assert [row["step"] for row in validations] == [10, 20, 30, 40]
+    assert all(list(row) == ["step", "val_loss"] for row in validations)
+    assert validations[-1]["val_loss"] < rows[0]["loss"] - 0.5
+
+
+def train_rows(runs: Path) -> list[dict[str, float]]:
+    from efla_lm.training.metrics import read_rows
+
+    return read_rows(runs / "run" / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_signal_saves_and_leaves(
+    corpus: Path, straight: Path, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    plain = train.update
+
+    def interrupted(*args, **kwargs):
+        if interrupted.calls == 16:
+            os.kill(os.getpid(), number)
+        interrupted.calls += 1
+        return plain(*args, **kwargs)
+
+    interrupted.calls = 0
+    monkeypatch.setattr(train, "update", interrupted)
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    assert run_here(corpus, tmp_path, "name=run", *LENGTH) == 0
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    said = capsys.readouterr().out
+    assert f"stopped on {number.name}" in said and "name=run" in said
+    # the signal came while update 17 ran; `stop` is read before it, so one more follows
+    steps = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert steps == ["step-18"]
+    monkeypatch.setattr(train, "update", plain)
+    assert run_here(corpus, tmp_path, "name=run", *LENGTH) == 0
+    assert_same_weights(weights(tmp_path, "run", STEPS), weights(straight, "run", STEPS))
+    assert consumed(tmp_path, "run") == consumed(straight, "run")
+
+
+def test_finished_run_has_nothing_to_do(corpus: Path, tmp_path: Path) -> None:
+    assert run_here(corpus, tmp_path, "name=run", "train.steps=3") == 0
+    before = steady_rows(tmp_path, "run")
+    assert run_here(corpus, tmp_path, "name=run", "train.steps=3") == 0
+    assert steady_rows(tmp_path, "run") == before
+    assert run_here(corpus, tmp_path, "name=run", "train.steps=5") == 0  # a longer run goes on
+    assert metrics(tmp_path, "run", "step")[-1] == 5
