@@ -34,7 +34,7 @@ _PSI_SERIES = (
 _PSI_SERIES_BELOW = 0.5
 
 
-def _wide(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
     """fp32, or fp64 where the input has it: no coefficient is computed in 16 bits."""
     return x if x.dtype == torch.float64 else x.float()
 
@@ -59,7 +59,7 @@ def _psi(x: Tensor) -> Tensor:
 
 def relative_exp_slope(x: Tensor) -> Tensor:
     """E'(x), the slope of `relative_exp`: -1/2 at 0, -1/x^2 for huge x. Dtype of x; not differentiable."""
-    wide = _wide(x.detach())
+    wide = widened(x.detach())
     return (_relative_exp(wide) * _psi(wide)).to(x.dtype)
 
 
@@ -67,14 +67,14 @@ class _RelativeExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return _relative_exp(_wide(x)).to(x.dtype)
+        return _relative_exp(widened(x)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        wide = _wide(x)
-        return (_wide(grad) * _relative_exp(wide) * _psi(wide)).to(x.dtype)
+        wide = widened(x)
+        return (widened(grad) * _relative_exp(wide) * _psi(wide)).to(x.dtype)
 
 
 def relative_exp(x: Tensor) -> Tensor:
@@ -170,17 +170,17 @@ class _Gate(torch.autograd.Function):
 
 def beta_gate(beta_logit: Tensor) -> Tensor:
     """beta = sigmoid(beta_logit) in fp32 (fp64 kept); its gradient beta (1 - beta) keeps its digits as beta -> 1."""
-    return _Gate.apply(_wide(beta_logit))
+    return _Gate.apply(widened(beta_logit))
 
 
 def squared_norm(k: Tensor) -> Tensor:
     """lam = |k|^2 over the last dimension, fp32 (fp64 kept), of k as it was rounded."""
-    return _wide(k).square().sum(-1)
+    return widened(k).square().sum(-1)
 
 
 def unit_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(|x|^2 + eps) over the last dimension, in fp32 (fp64 kept); eps as in flash-linear-attention."""
-    wide = _wide(x)
+    wide = widened(x)
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
 
 

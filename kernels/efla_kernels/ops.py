@@ -19,7 +19,7 @@ from torch import Tensor
 
 from efla_kernels.backends import get_backend
 from efla_kernels.checks import count_sequences, expect_4d, expect_shape, expect_state
-from efla_kernels.coefficients import beta_gate, erase_write_efla, gated_coefficients, squared_norm, unit_norm
+from efla_kernels.coefficients import beta_gate, erase_write_efla, gated_coefficients, squared_norm, unit_norm, widened
 
 
 def delta_rule(
@@ -161,8 +161,12 @@ def _run(
 def model_coefficients(
     op: str, q: Tensor, k: Tensor, beta_logit: Tensor, log_g: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """(q, k, erase, write, log_decay) that make `delta_rule` the model `op`; what is computed here is fp32 or fp64."""
-    q, beta = unit_norm(q), beta_gate(beta_logit)
+    """(q, k, erase, write, log_decay) that make `delta_rule` the model `op`, all in fp32 (fp64 kept).
+
+    k is up-cast also where it stays raw: its gradients through |k|^2 and through the rule are added before they are
+    rounded to a narrow type. A backend that wants 16-bit operands offers the model's op itself.
+    """
+    q, k, beta = unit_norm(q), widened(k), beta_gate(beta_logit)
     if op in ("deltanet", "gated_deltanet"):
         return q, unit_norm(k), beta, beta, log_g
     if op == "efla":

@@ -29,13 +29,14 @@ class Case:
     use_state: bool = True
     key: str = "k"  # the input whose gradient sets the floor of the metric
 
-    def run(self, backend: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Outputs, final state and every gradient; in `dtype`, or as the inputs are."""
+    def run(self, backend: str, dtype: torch.dtype | None = None, autocast: bool = False) -> dict[str, Tensor]:
+        """Outputs, final state and every gradient; in `dtype`, or as the inputs are. Autocast holds the forward."""
         leaves = {name: x.to(dtype or x.dtype).clone().requires_grad_() for name, x in self.inputs.items()}
         state = self.state.to(dtype or self.state.dtype).clone().requires_grad_() if self.use_state else None
-        o, final = getattr(efla_kernels, self.op)(
-            **leaves, initial_state=state, output_final_state=True, cu_seqlens=self.cu_seqlens, backend=backend
-        )
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            o, final = getattr(efla_kernels, self.op)(
+                **leaves, initial_state=state, output_final_state=True, cu_seqlens=self.cu_seqlens, backend=backend
+            )
         if state is not None:
             leaves["initial_state"] = state
         loss = (o * self.grad_o.to(o.dtype)).sum() + (final * self.grad_state.to(final.dtype)).sum()
