@@ -70,8 +70,8 @@ def compose_config(
             config = hydra_compose(config_name, overrides=command.groups)
         # Merged onto the class once more, so that a main config without the schema in its defaults is typed as well.
         typed = OmegaConf.merge(OmegaConf.structured(settings_class), config)
-        for name, value in command.values.items():
-            OmegaConf.update(typed, name, value, merge=False)
+        for name, value in command.values.items():  # names are checked; force_add serves free keys of mappings
+            OmegaConf.update(typed, name, value, merge=False, force_add=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(_one_line(error, list_keys(settings_class))) from error
     assert isinstance(typed, DictConfig)
@@ -81,12 +81,12 @@ def compose_config(
 def to_settings(config: DictConfig, settings_class: type[Settings], *, program: str = "") -> Settings:
     """Resolve references and check what can be checked key by key. Raises UsageError with one line."""
     keys = list_keys(settings_class)
-    missing = OmegaConf.missing_keys(config)
-    if missing:
-        name = next((k for k in keys if k in missing), min(missing))
-        what = keys[name].help if name in keys else "mandatory"
-        raise UsageError(f"{name}: no value given ({what}); add {name}=VALUE to the command")
     try:
+        missing = OmegaConf.missing_keys(config)
+        if missing:
+            name = next((k for k in keys if k in missing), min(missing))
+            what = keys[name].help if name in keys else "mandatory"
+            raise UsageError(f"{name}: no value given ({what}); add {name}=VALUE to the command")
         settings = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         raise UsageError(_one_line(error, keys)) from error

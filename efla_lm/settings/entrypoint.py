@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 import efla_data.errors
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from efla_lm.errors import UserError
 from efla_lm.settings.compose import CONFIG_DIR, compose_config, make_paths_absolute, to_settings, to_yaml, validate
@@ -141,8 +142,11 @@ def _shown(config: DictConfig, name: str) -> str:
     section = OmegaConf.select(config, head) if head else config
     if OmegaConf.is_missing(section, leaf):
         return "required"
-    value = OmegaConf.to_container(OmegaConf.create({"value": section[leaf]}))["value"]  # type: ignore[index, call-overload]
-    if isinstance(value, list):
+    try:
+        value = section[leaf]
+    except OmegaConfBaseException:  # a reference that leads nowhere: shown as it was given
+        value = OmegaConf.to_container(section, resolve=False)[leaf]  # type: ignore[index, call-overload]
+    if isinstance(value, list | ListConfig):
         return f"[{','.join(map(str, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 
 def banner(title: str, facts: Mapping[str, object], *, main: bool = True, stream: TextIO | None = None) -> None:
@@ -35,7 +36,7 @@ def banner(title: str, facts: Mapping[str, object], *, main: bool = True, stream
         return
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
-        table.add_row(f"[dim]{name}[/dim]", str(value), style=None)
+        table.add_row(Text(name, style="dim"), Text(str(value)))  # Text: a path may hold brackets, which are markup
     console.print(Panel(table, title=title, title_align="left", expand=False))
 
 
