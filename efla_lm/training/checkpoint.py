@@ -230,18 +230,22 @@ def load_model_weights(step_dir: Path) -> dict[str, Tensor]:
 
     Of tied parameters only the first name is there: tie after loading. Raises UserError if the checkpoint is not whole.
     """
+    return {name.removeprefix("model."): tensor for name, tensor in read_tensors(step_dir, "model.").items()}
+
+
+def read_tensors(step_dir: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The whole tensors of a checkpoint whose names begin with `prefix`, on the CPU, by name."""
     if fault := fault_in(step_dir):
         raise UserError(f"damaged checkpoint: {fault}")
-    tensors = {
-        name: torch.empty(size, dtype=meta.properties.dtype)
+    tensors: dict[str, Any] = {
+        name: torch.empty(meta.size, dtype=meta.properties.dtype)
         for name, meta in _metadata(step_dir).state_dict_metadata.items()
-        if isinstance(meta, TensorStorageMetadata) and name.startswith("model.")
-        for size in (meta.size,)
+        if isinstance(meta, TensorStorageMetadata) and name.startswith(prefix)
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "assuming the intent is to load in a single process": it is
         dcp.load(tensors, storage_reader=FileSystemReader(step_dir), no_dist=True)
-    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def tokenizer_dir(step_dir: Path) -> Path:

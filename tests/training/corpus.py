@@ -1,4 +1,4 @@
-"""A small corpus of ids for the tests of training: documents of a noisy cycle, so that a model has something to learn."""
+"""A small corpus of ids for the tests of training: documents of a noisy cycle, so that there is something to learn."""
 
 from __future__ import annotations
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import train
+from efla_lm.training.checkpoint import read_tensors
+from efla_lm.training.metrics import read_rows
 from tests.training.launch import (
     assert_same_weights,
     consumed,
@@ -33,11 +34,7 @@ def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def all_tensors(runs: Path, name: str, step: int) -> dict[str, torch.Tensor]:
     """Weights and optimiser state of a checkpoint."""
-    folder = runs / name / "checkpoints" / f"step-{step}"
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors = {key: torch.empty(value.size, dtype=value.properties.dtype) for key, value in metadata.items()}
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    return tensors
+    return read_tensors(runs / name / "checkpoints" / f"step-{step}")
 
 
 @pytest.mark.parametrize("stops", [(20,), (10, 20), (25,)], ids=["20+20", "10+10+20", "60% of epoch 2"])
@@ -68,21 +65,27 @@ def test_learning_rate_and_rows(straight: Path) -> None:
     assert len(rates) == STEPS
     assert (rates[0], rates[10], rates[-1]) == (3e-5, 0.01, 3e-5)
     assert max(rates) == rates[10]
-    rows = [row for row in train_rows(straight) if "loss" in row]
-    names = "step tokens loss lr grad_norm tokens_per_second mfu seconds peak_memory_gib skipped_steps".split()
+    all_rows = read_rows(straight / "run" / "metrics.jsonl")
+    rows = [row for row in all_rows if "loss" in row]
+    names = [
+        "step",
+        "tokens",
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_second",
+        "mfu",
+        "seconds",
+        "peak_memory_gib",
+        "skipped_steps",
+    ]
     assert all(list(row) == names for row in rows)
     assert [row["tokens"] for row in rows] == [64 * row["step"] for row in rows]
     assert all(row["tokens_per_second"] > 0 and row["peak_memory_gib"] > 0 for row in rows)
-    validations = [row for row in train_rows(straight) if "val_loss" in row]
+    validations = [row for row in all_rows if "val_loss" in row]
     assert [row["step"] for row in validations] == [10, 20, 30, 40]
     assert all(list(row) == ["step", "val_loss"] for row in validations)
     assert validations[-1]["val_loss"] < rows[0]["loss"] - 0.5
-
-
-def train_rows(runs: Path) -> list[dict[str, float]]:
-    from efla_lm.training.metrics import read_rows
-
-    return read_rows(runs / "run" / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
