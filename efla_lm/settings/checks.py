@@ -53,8 +53,8 @@ def check_loop(loop: LoopSettings, context: int) -> None:
 def check_data(data: DataSettings) -> None:
     """What can be said about a corpus without looking at it."""
     _exactly_one("data.heldout_fraction", data.heldout_fraction, "data.heldout_sources", data.heldout_sources)
-    if data.heldout_fraction is not None and not 0 < data.heldout_fraction < 1:
-        raise UserError(f"data.heldout_fraction: got {data.heldout_fraction}, expected between 0 and 1, e.g. 0.01")
+    if data.heldout_fraction is not None and not 0 <= data.heldout_fraction < 1:
+        raise UserError(f"data.heldout_fraction: got {data.heldout_fraction}, expected from 0 to below 1, e.g. 0.01")
     for name in ("context", "vocab_size", "max_tokens"):
         _positive(f"data.{name}", getattr(data, name))
 

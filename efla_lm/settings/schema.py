@@ -80,7 +80,7 @@ class DataSettings:
         None, "held-out text, in the form of data.sources", path=SOURCE, instead_of="heldout_fraction"
     )
     heldout_fraction: float | None = key(
-        0.01, "share of documents held out, chosen by their hash", instead_of="heldout_sources"
+        0.01, "share of documents held out, chosen by their hash; 0: none", instead_of="heldout_sources"
     )
     split_seed: int = key(42, "seed of the held-out choice")
     tokenizer: str = key(
@@ -198,9 +198,10 @@ class TrainSettings:
 
 @dataclass
 class PrepareSettings:
-    """All of `python -m scripts.prepare`: the data section that training reads, and nothing else of training."""
+    """All of `python -m scripts.prepare`: the data section as training has it, and how to work."""
 
     overwrite: bool = key(False, "replace token files that were made from something else")
+    processes: int | None = key(None, "worker processes; null: one per core. The result does not depend on it")
     data: DataSettings = field(default_factory=DataSettings)
 
     def validate(self) -> None:
