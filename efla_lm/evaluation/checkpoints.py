@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import efla_lm  # noqa: F401  registers our model with the Auto classes
@@ -142,7 +143,7 @@ def _load_pretrained(checkpoint: Checkpoint) -> Any:
             local_files_only=checkpoint.kind != "hub",
             output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: tensors of another shape
         raise UserError(f"checkpoint={checkpoint.location} cannot be loaded: {_first_line(error)}") from error
     if missing := sorted(report["missing_keys"]):
         raise UserError(f"{checkpoint.location}: {len(missing)} weights are missing, the first is {missing[0]}")

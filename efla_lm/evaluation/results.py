@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -107,7 +108,8 @@ def paper_average(result: dict[str, Any]) -> float | None:
 
 def print_table(result: dict[str, Any], title: str, console: Console | None = None) -> None:
     """All numbers; those that the paper's Table 1 shows are bold, and missing tasks are listed with the reason."""
-    console = console or Console(highlight=False)
+    # a file or pipe has no width of its own, and the numbers must not be cut
+    console = console or Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     in_paper = {(task, metric.partition(",")[0]) for _, task, metric, _ in PAPER_COLUMNS}
     table = Table(title=title, title_justify="left")
     table.add_column("task")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from efla_lm import EflaConfig
 
-WORDS = (
+WORDS = (  # noqa: SIM905
     "river stone light under winter market garden quiet paper window morning letter engine silver answer question "
     "carry follow gather listen promise measure Newton Amazon Thursday the a of and to in is that it was for on with"
 ).split()
@@ -101,14 +101,14 @@ def write_task_files(folder: Path, documents: int = 5) -> Path:
             {
                 "ind": n, "activity_label": "Gardening", "ctx_a": some_words(rng, 6) + ".", "ctx_b": "he",
                 "ctx": "", "endings": [some_words(rng, 5 + i) for i in range(4)], "label": str(rng.randrange(4)),
-            }  # fmt: skip
+            }
         )
         first, second = rng.sample(["Newton", "Amazon", "Thursday"], 2)
         rows["winogrande"].append(
             {
                 "sentence": f"{some_words(rng, 5)} _ {some_words(rng, 4)}.", "option1": first, "option2": second,
                 "answer": rng.choice("12"),
-            }  # fmt: skip
+            }
         )
         rows["arc_easy"].append(arc(4, n))
         rows["arc_challenge"].append(arc(3 + n % 3, n))
@@ -121,7 +121,7 @@ def write_task_files(folder: Path, documents: int = 5) -> Path:
                 "question": some_words(rng, 6), "distractor1": some_words(rng, 1), "distractor2": some_words(rng, 2),
                 "distractor3": some_words(rng, 1), "correct_answer": some_words(rng, 1),
                 "support": some_words(rng, 20) if n else "",
-            }  # fmt: skip
+            }
         )
     for name, split in SPLITS.items():
         suffix = ".jsonl.gz" if name in ("wikitext", "boolq") else ".jsonl"

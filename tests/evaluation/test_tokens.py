@@ -1,4 +1,4 @@
-"""The start token: exactly one, as configured, with tokenizers that add BOS by themselves and with those that do not."""
+"""The start token: exactly one, as configured, whether or not the tokenizer adds BOS by itself."""
 
 from __future__ import annotations
 
