@@ -7,7 +7,6 @@ them again; a line cut short by a crash goes as well. A number that is not finit
 import json
 import math
 import os
-import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -124,7 +123,7 @@ class _Wandb:
     """One Weights & Biases run for the life of a run directory: its id is made once and kept in `wandb.json`.
 
     Offline, each launch leaves a part `wandb/offline-run-*-ID`; the parts are listed in `wandb.json` and at the end;
-    `wandb sync` merges them under the one id. (Offline, resume="must" would start a fresh run without a word; "allow"
+    `wandb sync --id` uploads them in order as one run. (Offline, resume="must" would start a fresh run without a word; "allow"
     with a fixed id does not.)
     """
 
@@ -162,10 +161,10 @@ class _Wandb:
         write_atomically(self._note, json.dumps({"id": self._id, "parts": parts}, indent=1) + "\n")
         if self._mode == "offline":
             folder = os.path.relpath(self._folder)
+            command = f"wandb sync --id {self._id} {folder}/offline-run-*"
             print(
-                f"wandb: run {self._id} has {len(parts)} offline part(s); to upload: wandb sync {folder}/offline-run-*"
+                f"wandb: {len(parts)} offline part(s) of run {self._id}; to upload them as one: {command}", flush=True
             )
-            sys.stdout.flush()
 
     def _parts(self) -> list[str]:
         return sorted(path.name for path in self._folder.glob(f"*run-*-{self._id}"))

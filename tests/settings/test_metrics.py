@@ -156,7 +156,7 @@ def test_offline_tracker_keeps_its_id_over_two_resumes(tmp_path):
     assert len(parts) == 3
     assert all(part.endswith(f"-{note['id']}") for part in parts)
     assert note["parts"] == sorted(parts)
-    assert "3 offline part(s)" in done.stdout and "wandb sync" in done.stdout
+    assert "3 offline part(s)" in done.stdout and f"wandb sync --id {note['id']}" in done.stdout
     assert steps_in(run) == list(range(1, 11))
 
 
