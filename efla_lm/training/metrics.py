@@ -123,8 +123,8 @@ class _Wandb:
     """One Weights & Biases run for the life of a run directory: its id is made once and kept in `wandb.json`.
 
     Offline, each launch leaves a part `wandb/offline-run-*-ID`; the parts are listed in `wandb.json` and at the end;
-    `wandb sync --id` uploads them in order as one run. (Offline, resume="must" would start a fresh run without a word; "allow"
-    with a fixed id does not.)
+    `wandb sync --id` uploads them in order as one run. (Offline, resume="must" would start a fresh run without a word;
+    "allow" with a fixed id does not.)
     """
 
     def __init__(self, run: RunDirectory, logger: LoggerSettings, config: Mapping[str, Any]) -> None:
