@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ def build_model(settings: TrainSettings, config: EflaConfig, world: World, mesh:
     except ValueError as error:
         raise UserError(f"model: {error}") from error
     if settings.train.activation_checkpointing == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # its new name is not in all versions that we allow
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     shard_model(model, list(model.model.layers), mesh, settings.train.precision)
     model.to_empty(device=world.device)
     initialise(model, settings.seed)

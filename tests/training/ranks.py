@@ -1,0 +1,78 @@
+"""Run by torchrun from test_ranks.py: a list of launches, one after the other in the same processes (imports are slow).
+
+    ranks.py PLAN.json OUT      PLAN: [{"arguments": [...], "trouble": null or [kind, rank, call]}, ...]
+
+Writes OUT/rank-R.json: the exit code of each launch on this rank. `trouble` makes one rank fail or be told to stop in its
+n-th update (0-based), or in its save.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from unittest import mock
+
+from torch.distributed.checkpoint import FileSystemWriter
+
+import train
+from efla_lm.training import distributed, step
+from tests.training.parts import adamw, cut, not_finite_at, ragged_batch, sharded
+
+RANK = int(os.environ["RANK"])
+
+
+def signalled_at(call: int):  # type: ignore[no-untyped-def]
+    count = itertools.count()
+
+    def update(*args, **kwargs):  # type: ignore[no-untyped-def]
+        if next(count) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step.update(*args, **kwargs)
+
+    return update
+
+
+def no_space(*args: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def launch(arguments: list[str], trouble: list | None) -> int | None:
+    patches = [mock.patch.object(train, "finish")]  # the process group stays for the next launch
+    if trouble is not None and trouble[1] == RANK:
+        kind, _, call = trouble
+        if kind == "nan":
+            patches.append(mock.patch.object(train, "update", not_finite_at(*call)))
+        elif kind == "signal":
+            patches.append(mock.patch.object(train, "update", signalled_at(call)))
+        elif kind == "disk":
+            patches.append(mock.patch.object(FileSystemWriter, "write_data", no_space))
+    for patch in patches:
+        patch.start()
+    try:
+        return train.main.run(arguments, program="train.py")
+    except SystemExit as stop:
+        return stop.code
+    finally:
+        mock.patch.stopall()
+
+
+def ragged_update() -> list[float]:
+    """Verdict of one update on a ragged batch of 8 rows, 8 / ranks on each (row C1)."""
+    world = distributed.start("cpu")
+    mine = cut(ragged_batch(), 8 // world.size)[world.rank]
+    model = sharded(world)
+    verdict = step.update(model, adamw(model), cut(mine, 2), world, replicas=1, clip_norm=None, stop=world.rank == 1)
+    return verdict.tolist()
+
+
+if __name__ == "__main__":
+    plan, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    codes = [launch(item["arguments"], item["trouble"]) for item in plan]
+    verdict = ragged_update()
+    (out / f"rank-{RANK}.json").write_text(json.dumps({"codes": codes, "ragged": verdict}))
+    distributed.finish()
