@@ -71,6 +71,7 @@ def main(settings: TrainSettings) -> int:
         tokens, heldout = build.open_data(settings, world)
         config = build.build_config(settings, tokens)
         backend = build.backend_in_use(config, world.device)
+        train_data, heldout_data = build.build_loaders(settings, budget, tokens, heldout, world)
         identity = build.identity(settings, config, tokens)
         resume = world.on_main(lambda: build.find_resume(settings, identity))
         with open_run(settings, rank=world.rank, world_size=world.size, broadcast=world.broadcast) as directory:
@@ -78,7 +79,6 @@ def main(settings: TrainSettings) -> int:
             model = build.build_model(settings, config, world, mesh)
             optimizer = build_optimizer(model, **asdict(settings.optim))
             begin = load_checkpoint(resume, model, optimizer, world) if resume else CheckpointMeta(0, 0, identity)
-            train_data, heldout_data = build.build_loaders(settings, budget, tokens, heldout, world)
             replicas = mesh["replicate"].size()
             run = Run(
                 settings, world, budget, directory, config, model, optimizer, replicas, train_data, heldout_data,

@@ -56,6 +56,8 @@ def build_config(settings: TrainSettings, data: TokenFile) -> EflaConfig:
 def backend_in_use(config: EflaConfig, device: torch.device) -> str:
     """The implementation that `model.backend` means on this device. Raises UserError if it does not serve the mixer."""
     if config.mixer == "attention":
+        if config.backend not in ("auto", "torch"):
+            raise UserError(f"model.backend={config.backend}: attention has torch's SDPA only; set auto or torch")
         return "torch SDPA"
     try:
         return resolve_backend(config.backend, device, config.mixer)
@@ -65,11 +67,8 @@ def backend_in_use(config: EflaConfig, device: torch.device) -> str:
 
 def build_model(settings: TrainSettings, config: EflaConfig, world: World, mesh: DeviceMesh) -> EflaForCausalLM:
     """The sharded model with its initial weights: the same for any number of processes, never whole on a device."""
-    try:
-        with torch.device("meta"):
-            model = EflaForCausalLM(config)
-    except ValueError as error:
-        raise UserError(f"model: {error}") from error
+    with torch.device("meta"):
+        model = EflaForCausalLM(config)
     if settings.train.activation_checkpointing == "full":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # its new name is not in all versions that we allow

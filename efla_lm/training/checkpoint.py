@@ -315,8 +315,8 @@ def _says_no_space(error: BaseException) -> bool:
 
 def _disk_full(final: Path, needed: int, free: int) -> UserError:
     return UserError(
-        f"no space left for {final}: it needs {needed / 2**30:.3f} GiB, {free / 2**30:.3f} GiB are free; earlier "
-        "checkpoints are untouched: make room (or lower train.keep_checkpoints) and continue the run"
+        f"no space left for {final}, which needs {needed / 2**20:,.1f} MiB (the disk shows {free / 2**20:,.1f} MiB "
+        "free); earlier checkpoints are untouched: make room, or lower train.keep_checkpoints, and continue the run"
     )
 
 

@@ -44,8 +44,9 @@ def update(
     equal on all ranks, float64 [4] on the device: loss, gradient norm (before clipping), 1 if the step was skipped,
     the number of ranks that ask to stop.
     """
-    valid = torch.tensor(float(sum((b.targets != IGNORE).sum() for b in batches)), device=world.device)
-    valid = world.sum(valid.double()).clamp(min=1.0)  # a batch without targets: loss 0 and no gradient, instead of 0/0
+    mine = float(sum((batch.targets != IGNORE).sum() for batch in batches))
+    valid = torch.full((), mine, dtype=torch.float64, device=world.device)  # filled there: a copy would be waited for
+    valid = world.sum(valid).clamp(min=1.0)  # a batch without targets: loss 0 and no gradient, instead of 0/0
     share = torch.zeros((), dtype=torch.float64, device=world.device)
     for micro, batch in enumerate(batches):
         _reduce_gradients(model, last=micro == len(batches) - 1)

@@ -2,8 +2,8 @@
 
     ranks.py PLAN.json OUT      PLAN: [{"arguments": [...], "trouble": null or [kind, rank, call]}, ...]
 
-Writes OUT/rank-R.json: the exit code of each launch on this rank. `trouble` makes one rank fail or be told to stop in its
-n-th update (0-based), or in its save.
+Writes OUT/rank-R.json: the exit code of each launch on this rank. `trouble` makes one rank fail, or be told to stop, in
+its n-th update (0-based), or in its save.
 """
 
 from __future__ import annotations
