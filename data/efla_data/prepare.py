@@ -101,7 +101,9 @@ def _existing(out: Path, recipe: Recipe) -> Manifest | None:
     for key, value in recipe.to_dict().items():
         if manifest.recipe.get(key) != value:
             was = manifest.recipe.get(key)
-            raise DataError(f"{out} was made with another {key}: {was!r}, now {value!r}; {advice}")
+            raise DataError(
+                f"{out} was made with another data.{key.removeprefix('hub_')}: {was!r}, now {value!r}; {advice}"
+            )
     if not any(source.startswith("hub:") for source in recipe.sources + (recipe.heldout_sources or [])):
         _compare_sources(manifest, _files(plan_units(recipe)), f"{out} was made", advice)
     local = Path(recipe.tokenizer).exists()

@@ -1,0 +1,92 @@
+"""Text to token files: `python -m scripts.prepare data=NAME [data.sources=[...] data.tokenizer=... processes=N]`.
+
+The work is done by `efla_data.prepare`; this is its command line. A run that was stopped goes on where it was.
+"""
+
+import sys
+import time
+
+from efla_data.prepare import available_cores, prepare
+from efla_data.progress import Progress
+from efla_data.recipe import Recipe
+
+from efla_lm.settings import PrepareSettings, entry
+
+
+def make_recipe(settings: PrepareSettings) -> Recipe:
+    """The part of the data settings that decides which ids come out."""
+    data = settings.data
+    return Recipe(
+        sources=list(data.sources),
+        tokenizer=data.tokenizer,
+        vocab_size=data.vocab_size,
+        text_field=data.text_field,
+        hub_split=data.split,
+        hub_revision=data.revision,
+        heldout_sources=None if data.heldout_sources is None else list(data.heldout_sources),
+        heldout_fraction=data.heldout_fraction,
+        split_seed=data.split_seed,
+        bos=data.bos,
+        max_tokens=data.max_tokens,
+    )
+
+
+class Line:
+    """Progress on one line that is written over on a terminal, on a line every ten seconds elsewhere."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._last = time.monotonic()
+
+    def show(self, progress: Progress) -> None:
+        """Print a moment of the run, with an estimate of the time left."""
+        now = time.monotonic()
+        if not self._terminal and now - self._last < 10:
+            return
+        self._last = now
+        rate = progress.tokens / max(progress.seconds, 1e-9)
+        left = progress.seconds_left
+        text = (
+            f"{progress.fraction:4.0%}  part {progress.units_done} of {progress.units}  "
+            f"{progress.tokens / 1e6:,.1f} M tokens  {rate / 1e6:.2f} M tokens/s  "
+            f"{'' if left is None else f'{left:,.0f} s left'}"
+        )
+        print(
+            f"\r\033[K{text}" if self._terminal else text,
+            end="" if self._terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def end(self) -> None:
+        """Clear the line of a terminal."""
+        if self._terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+@entry("prepare", PrepareSettings)
+def main(settings: PrepareSettings) -> None:
+    """Turn text into token files that training reads: tokenise, hold out documents, write a manifest."""
+    recipe, processes = make_recipe(settings), settings.processes or available_cores()
+    line = Line()
+    start = time.monotonic()
+    try:
+        manifest = prepare(recipe, settings.data.dir, processes, settings.overwrite, line.show)
+    finally:
+        line.end()
+    print(f"{settings.data.dir}  ({time.monotonic() - start:.1f} s, {processes} processes)")
+    for name, split in manifest.splits.items():
+        size = f"{split.tokens:,} tokens, {split.documents:,} documents, {split.text_bytes:,} bytes of text"
+        print(f"  {name:8} {size}, fingerprint {split.fingerprint[:12]}")
+    tokenizer = manifest.tokenizer
+    print(f"  tokenizer {tokenizer.name}: {tokenizer.vocab_size} ids, BOS {'on' if tokenizer.add_bos else 'off'}")
+    if manifest.skipped:
+        print("  skipped " + ", ".join(f"{reason} {count:,}" for reason, count in manifest.skipped.items()))
+        for example in manifest.skipped_examples[:3]:
+            print(f"    {example['file']} record {example['record']}: {example['reason']}")
+        if len(manifest.skipped_examples) > 3:
+            print("    more in manifest.json")
+
+
+if __name__ == "__main__":
+    main()
