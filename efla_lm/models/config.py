@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from typing import Any
 
@@ -14,8 +15,8 @@ MIXERS = (*DELTA_MIXERS, "mamba2", "attention")
 
 # Keys that transformers writes into every config.json besides the fields that its base class declares.
 _WRITTEN_BY_TRANSFORMERS = {
-    "architectures", "auto_map", "attn_implementation", "dtype", "gradient_checkpointing", "model_type",
-    "name_or_path", "quantization_config", "torch_dtype", "transformers_version", "use_cache",
+    "architectures", "attn_implementation", "auto_map", "dtype", "experts_implementation", "model_type", "name_or_path",
+    "num_labels", "per_layer_config", "quantization_config", "torch_dtype", "transformers_version",
 }  # fmt: skip
 
 
@@ -165,13 +166,17 @@ def check_vocabulary(tokenizer_size: int, config: EflaConfig) -> None:
         )
 
 
+@functools.cache
+def _base_keys() -> frozenset[str]:
+    """Keys that transformers' base class takes or writes, in the version installed."""
+    taken = set(inspect.signature(PretrainedConfig.__init__).parameters)
+    return frozenset(taken | set(PretrainedConfig().to_dict()) | _WRITTEN_BY_TRANSFORMERS)
+
+
 def _refuse_unknown(base: dict[str, Any]) -> None:
     """TypeError for a key that neither we nor transformers know: its base class would keep a typo in silence."""
-    declared = set(getattr(PretrainedConfig, "__dataclass_fields__", {}))
-    declared |= set(inspect.signature(PretrainedConfig.__init__).parameters)
-    declared |= _WRITTEN_BY_TRANSFORMERS
     for key in base:
-        if key in declared or key.startswith("_"):
+        if key in _base_keys() or key.startswith("_"):
             continue
         ours = [name for name in inspect.signature(EflaConfig.__init__).parameters if name not in ("self", "base")]
         near = difflib.get_close_matches(key, ours, n=1)

@@ -74,8 +74,7 @@ class ShortConvolution(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, size))
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
-        # Outside of our own initialisation (a bare layer in a test or a notebook) the values must still be sane.
-        nn.init.uniform_(self.weight, -(size**-0.5), size**-0.5)
+        self.uniform_init = False  # see efla_lm.models.init
 
     def forward(
         self, x: Tensor, state: Tensor | None = None, info: SequenceInfo | None = None
@@ -108,12 +107,7 @@ class ShortConvolution(nn.Module):
 
 
 class Decay(nn.Module):
-    """Decay parameters of Gated DeltaNet: log g = -exp(A_log) * softplus(a + dt_bias), in fp32.
-
-    A module of its own so that a sharded model can keep these few numbers in fp32 while the rest computes in bf16.
-    """
-
-    A_RANGE = (0.0, 16.0)  # A = exp(A_log) starts uniform in (0, 16], as in Gated DeltaNet
+    """Decay of the gated rules: log g = -exp(A_log) * softplus(a + dt_bias), in fp32."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -123,18 +117,3 @@ class Decay(nn.Module):
     def forward(self, a: Tensor) -> Tensor:
         """a: [B, T, H] raw projection; returns log g <= 0, [B, T, H] in fp32."""
         return -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
-
-
-class StateSpaceParameters(nn.Module):
-    """Mamba-2's per-head parameters A_log, dt_bias and the skip D, handed out in fp32."""
-
-    A_RANGE = (1.0, 16.0)  # A starts uniform in [1, 16], as in Mamba-2
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.A_log = nn.Parameter(torch.zeros(heads))
-        self.dt_bias = nn.Parameter(torch.zeros(heads))
-        self.D = nn.Parameter(torch.ones(heads))
-
-    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.A_log.float(), self.dt_bias.float(), self.D.float()

@@ -16,7 +16,7 @@ from efla_lm.models.cache import LayerState, RecurrentCache
 from efla_lm.models.config import EflaConfig
 from efla_lm.models.generation import RecurrentGeneration
 from efla_lm.models.init import initial_value
-from efla_lm.models.layers import Decay, RMSNorm, StateSpaceParameters, SwiGLU
+from efla_lm.models.layers import RMSNorm, SwiGLU
 from efla_lm.models.mixers import build_mixer
 from efla_lm.models.sequence import SequenceInfo, describe, is_left_padded
 
@@ -86,14 +86,6 @@ class EflaPreTrainedModel(PreTrainedModel):
     def new_cache(self) -> RecurrentCache:
         """An empty cache for this model."""
         return RecurrentCache(self.config.num_hidden_layers)
-
-    def fp32_modules(self) -> list[nn.Module]:
-        """Modules whose few parameters (A_log, dt_bias, D) compute in fp32 also where the model computes in bf16.
-
-        Give them a sharding group of their own: fully_shard(model.fp32_modules(), mp_policy=<fp32>), then the blocks.
-        Without it the model works too, with these parameters rounded to the compute dtype.
-        """
-        return [module for module in self.modules() if isinstance(module, (Decay, StateSpaceParameters))]
 
 
 class EflaModel(EflaPreTrainedModel):

@@ -8,11 +8,12 @@ y = S^T C + D x;   out = W_out RMSNorm(y * silu(z))
 from __future__ import annotations
 
 import efla_kernels
+import torch
 from torch import Tensor, nn
 
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import EflaConfig
-from efla_lm.models.layers import GatedRMSNorm, ShortConvolution, StateSpaceParameters
+from efla_lm.models.layers import GatedRMSNorm, ShortConvolution
 from efla_lm.models.sequence import SequenceInfo
 
 
@@ -26,7 +27,10 @@ class Mamba2Mixer(nn.Module):
         self.conv_size = self.inner + 2 * self.groups * self.state_size
         self.in_proj = nn.Linear(config.hidden_size, self.inner + self.conv_size + self.heads, bias=False)
         self.conv = ShortConvolution(self.conv_size, config.conv_size, bias=True)
-        self.ssm = StateSpaceParameters(self.heads)
+        self.conv.uniform_init = True
+        self.A_log = nn.Parameter(torch.zeros(self.heads))
+        self.dt_bias = nn.Parameter(torch.zeros(self.heads))
+        self.D = nn.Parameter(torch.ones(self.heads))
         self.norm = GatedRMSNorm(self.inner, config.norm_eps, gate_first=True, groups=self.groups)
         self.out_proj = nn.Linear(self.inner, config.hidden_size, bias=False)
         self.out_proj.init_scale = config.num_hidden_layers**-0.5  # as published: residual outputs start smaller
@@ -38,15 +42,14 @@ class Mamba2Mixer(nn.Module):
         xbc, conv_state = self.conv(xbc, None if layer is None else layer.conv, info)
         group_width = self.groups * self.state_size
         x, B, C = info.hide_padding(xbc).split((self.inner, group_width, group_width), dim=-1)
-        A_log, dt_bias, D = self.ssm()
         y, state = efla_kernels.mamba2(
             x.unflatten(-1, (self.heads, self.head_dim)),
             dt,
-            A_log,
+            self.A_log.float(),
             B.unflatten(-1, (self.groups, self.state_size)),
             C.unflatten(-1, (self.groups, self.state_size)),
-            D,
-            dt_bias,
+            self.D.float(),
+            self.dt_bias.float(),
             dt_mask=info.mask,  # softplus of a padded step would still decay the state
             initial_state=None if layer is None else layer.state,
             output_final_state=layer is not None,
