@@ -18,7 +18,6 @@ def main(settings: EvalSettings) -> int:
 
     Exit code 1 if a task could not be run; the others are still reported.
     """
-    from efla_lm.errors import UserError
     from efla_lm.evaluation.harness import HarnessLM
     from efla_lm.evaluation.runner import load_tasks, run_tasks
     from efla_lm.evaluation.scoring import Scorer
@@ -26,8 +25,7 @@ def main(settings: EvalSettings) -> int:
     from efla_lm.training import distributed
 
     started = time.time()
-    if not settings.tasks.names:
-        raise UserError("tasks.names is empty: choose tasks=paper or tasks=heldout, or list lm-eval tasks")
+    settings.check()
     world = distributed.start(settings.device)
     checkpoint = checkpoints.find(settings.checkpoint)
     if checkpoint.kind == "hub":
@@ -43,7 +41,10 @@ def main(settings: EvalSettings) -> int:
     )
     policy = TokenPolicy(tokenizer, settings.bos, settings.prefix)
     context = settings.context or checkpoints.context_length(model, tokenizer)
-    scorer = Scorer(model, context, rows(settings.batch_size), world)
+    trained = checkpoints.trained_with_bos(checkpoint)
+    if trained is not None and trained != policy.prepend_bos and world.is_main:
+        print(f"warning: trained with data.bos={trained}, evaluated with {policy.describe()}", file=sys.stderr)
+    scorer = Scorer(model, context, settings.rows, world)
     found = run_tasks(
         HarnessLM(scorer, policy),
         task_sets,
@@ -59,7 +60,7 @@ def main(settings: EvalSettings) -> int:
             "checkpoint": checkpoint.location,
             "step": checkpoint.step,
             "weights_sha256": weights,
-            "start_token": policy.describe(),
+            "start_token": policy.describe() | {"trained_with_bos": trained},
             "context": context,
             "dtype": settings.dtype,
             "device": world.device.type if world.device.type == "cpu" else device_name(world.device),
@@ -78,10 +79,6 @@ def main(settings: EvalSettings) -> int:
             print(f"error: {reason}", file=sys.stderr)
     distributed.finish()
     return 1 if missing else 0
-
-
-def rows(batch_size: str) -> int | str:
-    return int(batch_size) if batch_size.isdigit() else batch_size
 
 
 def token_dir(settings: EvalSettings, checkpoint: checkpoints.Checkpoint) -> Path | None:

@@ -196,5 +196,14 @@ def token_folder(checkpoint: Checkpoint) -> Path:
         raise UserError(f"{path} names no data.dir: give tasks.data_dir=FOLDER") from None
 
 
+def trained_with_bos(checkpoint: Checkpoint) -> bool | None:
+    """Whether documents opened with BOS in training (data.bos of the run), or None where that is not known."""
+    if checkpoint.run_dir is None:
+        return None
+    content = yaml.safe_load((checkpoint.run_dir / RUN_CONFIG).read_text(encoding="utf-8"))
+    data = content.get("data") if isinstance(content, dict) else None
+    return bool(data["bos"]) if isinstance(data, dict) and "bos" in data else None
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]

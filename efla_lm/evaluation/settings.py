@@ -4,6 +4,7 @@
 
 from dataclasses import dataclass, field
 
+from efla_lm.errors import UserError
 from efla_lm.settings.fields import MISSING, PATH, PATH_OR_HUB, key
 
 CHECKPOINT = "run directory, its step-N or export folder, any model folder, or a hub name"
@@ -36,6 +37,25 @@ class EvalSettings:
     seed: int = key(1234, "seed of few-shot examples and sampling")
     bootstrap: int = key(1000, "resamples behind standard errors that have no closed form; 0: none")
     out: str | None = key(None, "folder of the result file; null: RUN/results, or results/NAME", path=PATH)
+
+    def check(self) -> None:
+        """Raise UserError for values that no evaluation can mean."""
+        least = {"limit": self.limit, "context": self.context}
+        for name, value in least.items():
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value}: expected at least 1, or null")
+        for name, value in {"bootstrap": self.bootstrap, "tasks.num_fewshot": self.tasks.num_fewshot}.items():
+            if value < 0:
+                raise UserError(f"{name}={value}: expected 0 or more")
+        if not self.tasks.names:
+            raise UserError("tasks.names is empty: choose tasks=paper or tasks=heldout, or list lm-eval tasks")
+        if self.tasks.local_dir and self.tasks.num_fewshot:
+            raise UserError("tasks.num_fewshot needs the hub: local copies hold the evaluated split only")
+
+    @property
+    def rows(self) -> int | str:
+        """`batch_size` as a number where it is one."""
+        return int(self.batch_size) if self.batch_size.isdigit() else self.batch_size
 
 
 @dataclass

@@ -197,6 +197,38 @@ def test_a_misspelt_key_and_a_missing_checkpoint_are_usage_errors(
     assert "checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        ("limit=0", "limit=0: expected at least 1"),
+        ("context=0", "context=0: expected at least 1"),
+        ("bootstrap=-1", "bootstrap=-1: expected 0 or more"),
+        ("batch_size=0", "batch_size=0: expected a positive number"),
+        ("batch_size=many", "batch_size=many: expected a positive number"),
+        ("tasks.num_fewshot=2", "local copies hold the evaluated split only"),
+        ("tasks.names=[]", "tasks.names is empty"),
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused(
+    bad: str, complaint: str, evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = save_export(tmp_path / "export")
+    assert evaluate([f"checkpoint={export}", f"tasks.local_dir={tmp_path}", bad]) == 1
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_start_token_that_training_did_not_use_is_pointed_out(
+    trained: bool, evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", texts=TEXTS[:1])
+    with (run / "config.yaml").open("a") as config:
+        config.write(f"  bos: {str(trained).lower()}\n")
+    assert evaluate([f"checkpoint={run}", "tasks=heldout"]) == 0
+    assert ("warning: trained with data.bos=True" in capsys.readouterr().err) == trained
+    assert read_result(run / "results")["evaluation"]["start_token"]["trained_with_bos"] is trained
+
+
 @pytest.mark.parametrize("kind", ["gated_efla", "mamba2", "llama"])
 def test_bf16_keeps_the_decay_parameters_in_fp32(kind: str, tmp_path: Path) -> None:
     model, _ = checkpoints.load(checkpoints.find(str(save_export(tmp_path / "export", kind))))

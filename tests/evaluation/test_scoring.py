@@ -67,6 +67,15 @@ def test_the_greedy_continuation_is_known_as_such() -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("kind", ["efla", "gated_efla", "mamba2", "attention"])
+def test_the_training_loss_of_a_batch_is_the_evaluation_loss_of_its_tokens(kind: str) -> None:
+    model = make_model(kind).train()
+    tokens = torch.randint(2, VOCAB, (3, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+    loss = model(input_ids=tokens[:, :-1], targets=tokens[:, 1:]).loss.item()
+    scores = Scorer(model.eval(), CONTEXT).score([(row[:1], row[1:]) for row in tokens.tolist()])
+    assert -sum(total for total, _ in scores) == pytest.approx(loss, rel=1e-6)
+
+
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 9, 16, 17, 40])
 def test_windows_are_the_rolling_windows_of_the_harness(length: int) -> None:
     text = list(range(100, 100 + length))

@@ -34,7 +34,9 @@ def ours(export: Path, data: Path, batch_size: int | str = "auto", **options: An
     return run_tasks(harness, task_sets, bootstrap=0, **options)
 
 
-def stock(export: Path, data: Path, cache: Path, names: list[str] = PAPER, **arguments: Any) -> dict[str, Any]:
+def stock(
+    export: Path, data: Path, cache: Path, names: list[str] = PAPER, limit: int | None = None, **arguments: Any
+) -> dict[str, Any]:
     """The stock tasks by lm-eval's own recipe for local files: overrides inside a group, read by its json builder."""
     group = []
     for name in names:
@@ -49,6 +51,7 @@ def stock(export: Path, data: Path, cache: Path, names: list[str] = PAPER, **arg
         task_manager=manager_for(names),
         device="cpu",
         batch_size=4,
+        limit=limit,
         bootstrap_iters=0,
         log_samples=False,
     )
