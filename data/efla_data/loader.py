@@ -22,6 +22,7 @@ from efla_data.permutation import permute, round_keys
 from efla_data.token_file import INDEX_DTYPE, TokenFile
 
 IGNORE = -100
+BLOCK = 2048  # global rows permuted at a time, at most
 
 
 @dataclass(frozen=True)
@@ -72,22 +73,36 @@ class WindowLoader:
         self.rank, self.world_size = rank, world_size
         self.mask_boundaries, self.shuffle = mask_boundaries, shuffle
         self.micro_steps = global_batch // per_step
+        self._block_rows = min(BLOCK, 4 * self.windows_per_epoch)  # few epochs each
+        self._kept: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     def window_ids(self, step: int, micro: int) -> np.ndarray:
         """Windows of one micro-batch on this rank, int64 [b]."""
         if step < 0 or not 0 <= micro < self.micro_steps:
             raise ValueError(f"expected step >= 0 and 0 <= micro < {self.micro_steps}, got step {step}, micro {micro}")
         first = (micro * self.world_size + self.rank) * self.micro_batch
-        rows = step * self.global_batch + first + np.arange(self.micro_batch, dtype=np.int64)
-        epochs, places = np.divmod(rows, self.windows_per_epoch)
-        if not self.shuffle:
-            return places
-        windows = np.empty_like(places)
-        for epoch in np.unique(epochs):
-            inside = epochs == epoch
-            keys = round_keys("windows", self.seed, int(epoch))
-            windows[inside] = permute(places[inside], self.windows_per_epoch, keys)
-        return windows
+        first += step * self.global_batch
+        return self._rows(first, first + self.micro_batch)
+
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        """Windows of the global rows start..stop-1, int64."""
+        size = self._block_rows
+        blocks = range(start // size, (stop - 1) // size + 1)
+        windows = np.concatenate([self._block(block) for block in blocks])
+        return windows[start - blocks.start * size : stop - blocks.start * size]
+
+    def _block(self, block: int) -> np.ndarray:
+        """Windows of one block of global rows. The last one is kept: many rows cost little more than few."""
+        if block != self._kept[0]:
+            size = self._block_rows
+            epochs, windows = np.divmod(np.arange(size) + block * size, self.windows_per_epoch)
+            if self.shuffle:
+                for epoch in np.unique(epochs):
+                    inside = epochs == epoch
+                    keys = round_keys("windows", self.seed, int(epoch))
+                    windows[inside] = permute(windows[inside], self.windows_per_epoch, keys)
+            self._kept = block, windows
+        return self._kept[1]
 
     def batch(self, step: int, micro: int) -> Batch:
         """Micro-batch `micro` of `step` for this rank."""

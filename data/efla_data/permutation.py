@@ -1,17 +1,18 @@
 """A keyed bijection of 0..size-1 that is computed, not stored: the order of windows in an epoch.
 
-A balanced Feistel network on 2h bits, 4^h >= size, is a bijection whatever its round function:
+A value x < a b, with a = ceil(sqrt(size)) and b = ceil(size / a), is a pair l = x // b, r = x mod b. A generalised
+Feistel network changes one of them at a time by a function of the other, which can be undone whatever that function is:
 
-    (l, r) -> (r, l xor F_i(r)),   F_i(r) = splitmix64(r + key_i) mod 2^h,   i = 1..8
+    l <- (l + F_i(r)) mod a   for even i,     r <- (r + F_i(l)) mod b   for odd i,     F_i(y) = splitmix64(y + key_i)
 
-Values that land outside 0..size-1 are sent through again (cycle walking), which keeps it a bijection on 0..size-1.
-Since 4^h < 4 size (for size > 1), a value needs fewer than four passes on average. Any position costs the same, so
-seeking is free and a corpus of any size needs no index in memory.
+with i = 0..7. The few values that land in size..ab-1 (fewer than a of them) are sent through again, which keeps it a
+bijection on 0..size-1. Any position costs the same: seeking is free, and a corpus of any size needs no index in memory.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 
@@ -26,20 +27,26 @@ def round_keys(*labels: int | str) -> np.ndarray:
 
 def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     """Images of `positions` (integers in 0..size-1) under the bijection with `keys`; int64, same shape."""
-    values = np.asarray(positions, dtype=np.uint64)
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    values = _feistel(values, half, keys)
+    values = np.array(positions, dtype=np.uint64)
+    a = math.isqrt(size - 1) + 1
+    b = -(-size // a)
+    values = _feistel(values, a, b, keys)
     while (outside := values >= size).any():
-        values[outside] = _feistel(values[outside], half, keys)
+        values[outside] = _feistel(values[outside], a, b, keys)
     return values.astype(np.int64)
 
 
-def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
-    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    left, right = values >> shift, values & mask
-    for key in keys:
-        left, right = right, left ^ (_splitmix64(right + key) & mask)
-    return (left << shift) | right
+def _feistel(values: np.ndarray, a: int, b: int, keys: np.ndarray) -> np.ndarray:
+    ua, ub = np.uint64(a), np.uint64(b)
+    left: np.ndarray = values // ub
+    right: np.ndarray = values % ub
+    for i, key in enumerate(keys):
+        # The sum is of two reduced terms: an unreduced one could wrap at 2^64 for some values only.
+        if i % 2 == 0:
+            left = (left + _splitmix64(right + key) % ua) % ua
+        else:
+            right = (right + _splitmix64(left + key) % ub) % ub
+    return left * ub + right
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:
