@@ -85,8 +85,8 @@ def main(settings: TrainSettings) -> int:
                 identity, resume, begin,
             )  # fmt: skip
             banner("efla-lm", facts(run, backend), main=world.is_main)
-            saved = fit(run, interruption)
-            if saved is not None and saved.name == f"step-{budget.steps}":
+            done, saved = fit(run, interruption)
+            if done >= budget.steps and saved is not None:
                 world.on_main(lambda: export_checkpoint(saved, directory.export))
                 if world.is_main:
                     print(f"finished: {directory.path} (checkpoints, metrics.jsonl, export)", flush=True)
@@ -94,22 +94,22 @@ def main(settings: TrainSettings) -> int:
     return 0
 
 
-def fit(run: Run, interruption: Interruption) -> Path | None:
-    """Train from the update that the run has come to. Returns the newest checkpoint.
+def fit(run: Run, interruption: Interruption) -> tuple[int, Path | None]:
+    """Train from the update that the run has come to. Returns the updates done and the newest checkpoint.
 
     Leaves early, after saving, when any rank is asked to stop or at train.stop_at.
     """
     settings, budget, train = run.settings, run.budget, run.settings.train
     last = min(budget.steps, train.stop_at or budget.steps)
-    saved, resumed_step = run.resumed_from, run.start.step
+    saved, done = run.resumed_from, run.start.step
     verdicts = Verdicts(train.max_skipped_steps, run.start.skipped_steps)
-    batch_log = BatchLog(run.directory.path / "batches.jsonl", run.world, resumed_step) if train.log_batches else None
+    batch_log = BatchLog(run.directory.path / "batches.jsonl", run.world, done) if train.log_batches else None
     meter = Meter(flops_per_token(run.config, budget.context), run.world.device, run.world.size)
     with (
-        MetricsWriter(run.directory, settings.logger, resumed_step=resumed_step, config=to_dict(settings)) as metrics,
-        Progress(budget.steps, start_step=resumed_step, main=run.world.is_main) as progress,
+        MetricsWriter(run.directory, settings.logger, resumed_step=done, config=to_dict(settings)) as metrics,
+        Progress(budget.steps, start_step=done, main=run.world.is_main) as progress,
     ):
-        for step in range(resumed_step, last):
+        for step in range(done, last):
             tokens = step * budget.batch_tokens
             lr = schedule.learning_rate(settings.schedule, tokens, budget.total_tokens, budget.batch_tokens)
             set_learning_rate(run.optimizer, lr)
@@ -144,10 +144,11 @@ def fit(run: Run, interruption: Interruption) -> Path | None:
                     saved = run.save(done, verdicts.skipped)
             if leaving:
                 break
-        if saved is not None and saved.name != f"step-{budget.steps}":
+        if done < budget.steps:
             why = f" on {interruption.reason}" if interruption.reason else ""
-            progress.message(f"stopped{why} before the end: {saved} is saved; go on with name={run.directory.name}")
-    return saved
+            hint = f"the same command with name={run.directory.name} goes on"
+            progress.message(f"stopped{why} after update {done} of {budget.steps}: {saved} is saved; {hint}")
+    return done, saved
 
 
 def is_due(done: int, every: int | None) -> bool:

@@ -73,8 +73,8 @@ def squared_norm(model: nn.Module, *, replicas: int, world_size: int) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for whole, copies in ((False, replicas), (True, world_size)):
-        names = [name for name, p in model.named_parameters() if p.grad is not None and is_whole(name) is whole]
-        grads = [local(model.get_parameter(name).grad) for name in names]
+        all_grads = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        grads = [local(grad) for name, grad in all_grads if is_whole(name) is whole]
         if grads:
             total += torch.stack(torch._foreach_norm(grads)).double().square().sum() / copies
     return total

@@ -121,9 +121,9 @@ class Verdicts:
         self._in_a_row = self._in_a_row + 1 if self.last.skipped else 0
         if self._in_a_row >= self._max_skipped:
             raise UserError(
-                f"{self._in_a_row} updates in a row were not finite, the last one at step {step} (loss {loss}, gradient "
-                f"norm {norm}); the weights are as before them. Continue from a checkpoint with a lower schedule.peak or "
-                "train.clip_norm, or raise train.max_skipped_steps"
+                f"{self._in_a_row} updates in a row were not finite, the last one at step {step} (loss {loss}, "
+                f"gradient norm {norm}); the weights are as before them. Continue from a checkpoint with a lower "
+                "schedule.peak or train.clip_norm, or raise train.max_skipped_steps"
             )
 
 

@@ -25,7 +25,7 @@ def sharded(world: distributed.World, precision: str = "fp32", **fields: Any) ->
         model = EflaForCausalLM(tiny_config(**fields))
     mesh = distributed.build_mesh(world, "auto")
     distributed.shard_model(model, list(model.model.layers), mesh, precision)
-    model.to_empty(device="cpu")
+    model.to_empty(device=world.device)
     initialise(model, 0)
     return model.train()
 
