@@ -83,7 +83,7 @@ def relative_exp(x: Tensor) -> Tensor:
 
 
 def _erase_write(beta: Tensor, lam: Tensor) -> Tensor:
-    """(1 - exp(-beta lam)) / lam; dividing by lam itself keeps a lam within one ulp of 1, which beta E(x) does not."""
+    """(1 - exp(-beta lam)) / lam; divided by lam itself, a lam never rounds above 1, as beta E(x) lam does."""
     x = beta * lam
     # beta is the rounded value there, also where lam = 0 or the product leaves the normal range
     return torch.where(x < torch.finfo(x.dtype).eps / 4, beta, -torch.expm1(-x) / lam)
@@ -106,7 +106,7 @@ class _EraseWrite(torch.autograd.Function):
 
 
 def erase_write_efla(beta: Tensor, lam: Tensor) -> Tensor:
-    """EFLA's coefficient a = (1 - exp(-beta lam)) / lam, a -> beta as lam -> 0, with 0 <= a lam <= 1 (one ulp).
+    """EFLA's coefficient a = (1 - exp(-beta lam)) / lam, a -> beta as lam -> 0, with 0 <= a lam <= 1.
 
     beta: gate >= 0, any shape; lam = |k|^2 >= 0, same shape. Computed and returned in fp32 (fp64 for fp64 inputs).
     """
