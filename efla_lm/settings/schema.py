@@ -9,10 +9,11 @@ text: a token is a position, an update is one optimiser step, a rate is per upda
 
 from dataclasses import dataclass, field
 
-from efla_lm.settings.fields import MISSING, PATH, PATH_OR_HUB, PathRule, key
+from efla_lm.settings.fields import MISSING, PATH, PathRule, key
 
 MIXERS = ("efla", "gated_efla", "deltanet", "gated_deltanet", "mamba2", "attention")
 SOURCE = PathRule(prefixes=("hub:", "builtin:"))
+TOKENIZER = PathRule(words=("train",), existing=True)
 
 
 @dataclass
@@ -84,7 +85,7 @@ class DataSettings:
     )
     split_seed: int = key(42, "seed of the held-out choice")
     tokenizer: str = key(
-        "train", "folder, file or hub name of a tokenizer; `train`: a BPE on the corpus", path=PATH_OR_HUB
+        "train", "folder, file or hub name of a tokenizer; `train`: a BPE on the corpus", path=TOKENIZER
     )
     vocab_size: int = key(2048, "vocabulary of a BPE trained here (data.tokenizer=train)")
     bos: bool = key(False, "put BOS at the start of each document (EOS always ends it)")

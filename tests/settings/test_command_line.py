@@ -76,6 +76,11 @@ def test_one_of_two_units_replaces_the_other():
     assert settings.data.heldout_fraction is None
 
 
+def test_several_trackers():
+    logger = compose("train", ["logger=[wandb,tensorboard]"], TrainSettings).logger
+    assert logger.wandb and logger.tensorboard
+
+
 def test_later_override_wins():
     assert compose("train", ["seed=1", "seed=2", "model=efla", "model=mamba2"], TrainSettings).seed == 2
 
@@ -101,7 +106,9 @@ def test_paths_become_absolute(tmp_path, monkeypatch):
     assert settings.data.tokenizer == str(tmp_path / "tok")
     settings = compose("train", ["data.tokenizer=org/name"], TrainSettings)
     assert settings.data.tokenizer == "org/name"  # a hub name: nothing of that name lies here
-    assert settings.resume == "auto"
+    (tmp_path / "train").mkdir()
+    settings = compose("train", ["data.tokenizer=train"], TrainSettings)
+    assert (settings.data.tokenizer, settings.resume) == ("train", "auto")  # words, whatever lies here
 
 
 @dataclasses.dataclass
