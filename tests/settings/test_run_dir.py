@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -207,10 +206,8 @@ def test_three_launches_of_two_processes(tmp_path):
         str(script),
         str(runs),
     ]
-    started = time.monotonic()
     env = {k: v for k, v in ENV.items() if k != "WANDB_API_KEY"} | {"HOME": str(tmp_path)}
     launches = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    assert time.monotonic() - started < 1
     for launch in launches:
         _, error = launch.communicate(timeout=170)
         assert launch.returncode == 0, error
