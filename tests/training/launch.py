@@ -50,7 +50,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def run_ranks(processes: int, script: Path, *script_arguments: str, timeout: float = 170) -> str:
+def run_ranks(processes: int, script: Path, *script_arguments: str, timeout: float = 300) -> str:
     """Run a script under torchrun on this machine's CPU; returns what it printed, fails if it fails."""
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", str(script)]
     return run_command([sys.executable, *command, *script_arguments], timeout=timeout, expect=0)[1]

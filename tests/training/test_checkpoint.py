@@ -229,7 +229,7 @@ def test_kill_while_saving(runs: Path, corpus: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(folder)) == ["step-10", "step-2", "step-4", "step-6", "step-8"]
     assert run_here(corpus, tmp_path, "name=straight", *settings[1:]) == 0
     assert_same_weights(weights(runs, "run", 10), weights(tmp_path, "straight", 10))
-    assert metrics(runs, "run", "step") == metrics(tmp_path, "straight", "step")  # what the dead launch wrote is gone
+    assert metrics(runs, "run", "tokens") == metrics(tmp_path, "straight", "tokens")  # what the dead launch wrote is gone
 
 
 def test_refuses_non_finite_weights(

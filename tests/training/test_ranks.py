@@ -30,7 +30,7 @@ SHORT = ("train.steps=10", "train.stop_at=3")  # stopped, so without an export
 FAMILY = [(model, tied) for model in MODELS for tied in (False, True)]
 FSDP, DDP = "parallel=fsdp", "parallel=ddp"
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 
 def family_settings(model: str, tied: bool) -> tuple[str, ...]:
