@@ -27,7 +27,7 @@ def expect_4d(name: str, tensor: Tensor, meaning: str) -> None:
         raise ValueError(f"{name}: expected a floating point tensor {meaning}, got {tensor.dtype} {list(tensor.shape)}")
 
 
-def count_sequences(batch: int, tokens: int, cu_seqlens: Tensor | None) -> int:
+def count_sequences(batch: int, cu_seqlens: Tensor | None) -> int:
     """Number of independent sequences: the batch size, or the segments between the offsets `cu_seqlens`.
 
     cu_seqlens: 1-D integer offsets [0, ..., T] that never decrease; equal neighbours are an empty segment. Packed

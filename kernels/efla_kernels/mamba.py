@@ -107,5 +107,5 @@ def _check(
     expect_shape("C", C, (batch, tokens, groups, state_width), "[B, T, G, N] as B")
     if groups == 0 or heads % groups:
         raise ValueError(f"B: expected a number of groups G that divides H={heads}, got G={groups}")
-    sequences = count_sequences(batch, tokens, cu_seqlens)
+    sequences = count_sequences(batch, cu_seqlens)
     expect_state(initial_state, cu_seqlens, (sequences, heads, state_width, width), "[N, H, state width, P]")

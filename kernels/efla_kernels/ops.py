@@ -137,7 +137,7 @@ def _run(
     for name, gate in {**gates, decay_name: log_decay}.items():
         if gate is not None:
             expect_shape(name, gate, tuple(q.shape[:3]), "[B, T, H]")
-    sequences = count_sequences(q.shape[0], q.shape[1], cu_seqlens)
+    sequences = count_sequences(q.shape[0], cu_seqlens)
     expect_state(initial_state, cu_seqlens, (sequences, q.shape[2], q.shape[3], v.shape[3]), "[N, H, K, V]")
     implementation = get_backend(backend, q.device, op)
     options = {

@@ -44,7 +44,8 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The delta rule by its definition; arguments and results as `efla_kernels.delta_rule`."""
     dtype = compute_dtype(q, k, v, erase, write, log_decay, initial_state)
-    q_, k_, v_, e_, w_ = (x.to(dtype) for x in (q * scale, k, v, erase, write))
+    q_, k_, v_, e_, w_ = (x.to(dtype) for x in (q, k, v, erase, write))
+    q_ = q_ * scale
     decay_ = None if log_decay is None else log_decay.to(dtype)
     state_shape = (q.shape[2], q.shape[3], v.shape[3])
     outputs, finals = [], []

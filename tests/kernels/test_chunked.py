@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from efla_kernels.grid import ChunkGrid
 
 from tests.kernels.cases import LENGTHS, OPS, assert_close, make_case
 
@@ -79,4 +80,5 @@ def test_many_segments_need_no_loop_over_them(op: str) -> None:
     lengths = torch.randint(0, 6, (600,), generator=torch.Generator().manual_seed(0))
     offsets = [0, 300, *(300 + lengths.cumsum(0)).tolist()]
     case = make_case(op, offsets[-1], batch=1, cu_seqlens=offsets, key_width=8, value_width=8)
+    assert len(ChunkGrid(1, offsets[-1], 64, case.cu_seqlens, torch.device("cpu")).running) == 5
     assert_close(case.run("torch"), case.run("reference", torch.float64), FP32, case.key)

@@ -110,3 +110,19 @@ def test_narrow_inputs_are_up_cast(op: str, dtype: torch.dtype) -> None:
         assert torch.equal(narrow[name], same), name
         assert torch.equal(under_autocast[name], narrow[name]), name
     assert narrow["final_state"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("length", [1, 70])
+def test_narrow_inputs_of_the_core_ops_are_up_cast(length: int, backend: str) -> None:
+    q, k, v, logit, log_g = make_case("gated_efla", length, dtype=torch.bfloat16).inputs.values()
+    gate = torch.sigmoid(logit)
+    x, dt, _, B, C, *_ = make_case("mamba2", length, dtype=torch.bfloat16).inputs.values()
+    calls: list[tuple[Callable[..., tuple[Tensor, Tensor | None]], list[Tensor]]] = [
+        (efla_kernels.delta_rule, [q, 0.1 * k, v, gate, gate, log_g]),
+        (efla_kernels.ssd, [x, dt.exp(), -dt.exp(), B, C]),
+    ]
+    for op, narrow in calls:
+        o, state = op(*narrow, output_final_state=True, backend=backend)
+        expected, expected_state = op(*(t.float() for t in narrow), output_final_state=True, backend=backend)
+        assert torch.equal(o, expected.bfloat16()) and torch.equal(state, expected_state)
