@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -81,11 +82,13 @@ class Worker:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # a request that was never read
+                    pipe.close()
 
 
 def main() -> None:
     """The worker's side. Ends with its input: when the caller is gone, so is the worker, at its next report."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the caller decides
     out = sys.stdout
     sys.stdout = sys.stderr  # whatever libraries print must not end up between the messages
 

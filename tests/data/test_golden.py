@@ -1,0 +1,122 @@
+"""The golden token stream: every kind of odd document, with a tokenizer whose every id is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from efla_data.prepare import prepare
+from efla_data.recipe import Recipe
+from efla_data.token_file import TokenFile
+
+from tests.data.material import BOS, EOS, SPACE, ids_of, sentencepiece_folder, sentencepiece_rules
+
+RULES = sentencepiece_rules()
+LONG = "the cat " * 500
+
+# one line of the file, and what it must become: ids without BOS and EOS, or the reason why it is skipped
+LINES: list[tuple[bytes, list[int] | str | None]] = [
+    (json.dumps({"text": "the cat"}).encode(), ids_of(RULES, SPACE + "the", SPACE + "cat")),
+    (json.dumps({"text": ""}).encode(), "empty"),
+    (json.dumps({"text": "  \n"}).encode(), "empty"),
+    (json.dumps({"text": "\u00a0\t\r\n"}).encode(), "empty"),
+    (json.dumps({"text": "x"}).encode(), ids_of(RULES, SPACE, "x")),
+    (b"", None),  # an empty line is no record
+    (json.dumps({"text": " a"}).encode(), ids_of(RULES, SPACE, SPACE + "a")),  # the merge with "a" comes first
+    (json.dumps({"text": "  x "}).encode(), ids_of(RULES, SPACE + SPACE, SPACE, "x", SPACE)),
+    (json.dumps({"text": "a\n\nthe"}).encode(), ids_of(RULES, SPACE + "a", b"\n\n", "the")),
+    (b'{"text": "caf\xe9"}', "bad_utf8"),
+    (b'{"text": "a\xed\xa0\x80"}', "bad_utf8"),
+    (b'{"text": "a \\ud800 b"}', "bad_unicode"),
+    (b'{"text": "never closed', "bad_json"),
+    (b'["the"]', "bad_json"),
+    (b"[" * 100_000, "bad_json"),
+    (b'{"body": "the cat"}', "missing_field"),
+    (b'{"text": null}', "missing_field"),
+    (b'{"text": 17}', "not_text"),
+    (
+        json.dumps({"text": "a </s> b<s>"}).encode(),
+        ids_of(RULES, SPACE + "a", SPACE, *"</s>", SPACE, "b", *"<s>"),
+    ),
+    ('{"text": "é 😀"}'.encode(), ids_of(RULES, SPACE, "é".encode(), SPACE, "😀".encode())),
+    (json.dumps({"text": "a\x00a"}).encode(), ids_of(RULES, SPACE + "a", b"\x00", "a")),
+    (json.dumps({"text": LONG}).encode(), ids_of(RULES, *[SPACE + "the", SPACE + "cat"] * 500, SPACE)),
+    (b'{"text": "at\\r\\n"}\r', ids_of(RULES, SPACE + "a", "t", b"\r\n")),
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("golden")
+    sentencepiece_folder(folder / "tokenizer")
+    lines = [line for line, _ in LINES]
+    (folder / "odd.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines) + b'\n{"text": "the"}')  # no line feed last
+    return folder
+
+
+def expected(bos: bool) -> list[list[int]]:
+    documents = [ids for _, ids in LINES if isinstance(ids, list)] + [ids_of(RULES, SPACE + "the")]
+    return [([BOS] if bos else []) + ids + [EOS] for ids in documents]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_golden_stream(corpus: Path, tmp_path: Path, bos: bool) -> None:
+    """Documents in order, special tokens as configured and nowhere else, whatever the tokenizer's template puts."""
+    recipe = Recipe([str(corpus / "odd.jsonl")], tokenizer=str(corpus / "tokenizer"), bos=bos)
+    manifest = prepare(recipe, tmp_path / "out", processes=1)
+    file = TokenFile.open(tmp_path / "out", verify=True)
+    got = [file.document(number).tolist() for number in range(file.num_documents)]
+    assert got == expected(bos)
+    assert file.tokens.tolist() == [token for document in got for token in document]
+    for document in got:
+        assert document.count(EOS) == 1 and document[-1] == EOS
+        assert document.count(BOS) == int(bos) and (not bos or document[0] == BOS)
+    assert manifest.tokenizer.vocab_size == len(RULES["model"]["vocab"])
+    assert (manifest.tokenizer.bos_id, manifest.tokenizer.eos_id, manifest.tokenizer.add_bos) == (BOS, EOS, bos)
+
+
+def test_what_was_skipped_is_counted_and_named(corpus: Path, tmp_path: Path) -> None:
+    recipe = Recipe([str(corpus / "odd.jsonl")], tokenizer=str(corpus / "tokenizer"))
+    manifest = prepare(recipe, tmp_path / "out", processes=1)
+    reasons = [(number, why) for number, (_, why) in enumerate(LINES, start=1) if isinstance(why, str)]
+    assert manifest.skipped == {why: [w for _, w in reasons].count(why) for _, why in reasons}
+    named = [(example["record"], example["reason"]) for example in manifest.skipped_examples]
+    assert named == reasons
+    assert {example["file"] for example in manifest.skipped_examples} == {str(corpus / "odd.jsonl")}
+    source = manifest.sources[0]
+    assert source["documents"] == manifest.splits["train"].documents == len(expected(False))
+    assert source["records"] == len(LINES) + 1
+
+
+def test_text_bytes_are_those_of_the_text(corpus: Path, tmp_path: Path) -> None:
+    recipe = Recipe([str(corpus / "odd.jsonl")], tokenizer=str(corpus / "tokenizer"))
+    manifest = prepare(recipe, tmp_path / "out", processes=1)
+    texts = [json.loads(line)["text"] for line, ids in LINES if isinstance(ids, list)] + ["the"]
+    assert manifest.splits["train"].text_bytes == sum(len(text.encode()) for text in texts)
+
+
+def test_kept_tokenizer_is_the_one_that_made_the_ids(corpus: Path, tmp_path: Path) -> None:
+    """transformers loads it, gives the same ids and turns them back into the text."""
+    from transformers import AutoTokenizer
+
+    prepare(Recipe([str(corpus / "odd.jsonl")], tokenizer=str(corpus / "tokenizer")), tmp_path / "out", processes=1)
+    file = TokenFile.open(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(file.tokenizer_dir)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS, EOS)
+    text = "the cat é 😀 at\n\n a"
+    assert tokenizer(text, add_special_tokens=False).input_ids == ids_of(
+        RULES,
+        SPACE + "the",
+        SPACE + "cat",
+        SPACE,
+        "é".encode(),
+        SPACE,
+        "😀".encode(),
+        SPACE + "a",
+        "t",
+        b"\n\n",
+        SPACE + "a",
+    )
+    assert tokenizer(text).input_ids[0] == BOS  # its template is as it was
+    assert tokenizer.decode(file.document(0), skip_special_tokens=True) == "the cat"

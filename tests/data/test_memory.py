@@ -1,0 +1,68 @@
+"""Memory stays bounded: a line of 10 MB, a word of 10 MB, many documents."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from efla_data.token_file import TokenFile
+
+from tests.data.material import EOS, load, sentencepiece_folder
+
+PREPARE = """
+import json, resource, sys
+import efla_data.prepare
+from efla_data.recipe import Recipe
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+efla_data.prepare.prepare(Recipe(**json.loads(sys.argv[1])), sys.argv[2], processes=1)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+def prepare_apart(recipe: dict[str, object], out: Path) -> float:
+    """Prepare in a process of its own; MiB that its peak grew by."""
+    command = [sys.executable, "-c", PREPARE, json.dumps(recipe), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("kind", ["line", "word"])
+def test_ten_megabytes_in_one_line(tmp_path: Path, kind: str) -> None:
+    """One document of 10 MB in a line, or of 3 MB in a word: kept whole, one EOS (the library alone took 1300 MiB)."""
+    rng = np.random.default_rng(0)
+    if kind == "line":
+        words = ["".join(word) for word in rng.choice(list("abcdefghij"), (5000, 7))]
+        text = " ".join(rng.choice(words, 1_250_000))
+        assert len(text) >= 9_999_999
+    else:
+        text = "".join(rng.choice(list("abcdefghij"), 3_000_000))
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": "the cat"}) + "\n" + json.dumps({"text": text}) + "\n")
+    tokenizer = sentencepiece_folder(tmp_path / "tokenizer")
+    recipe = {"sources": [str(tmp_path / "long.jsonl")], "tokenizer": str(tokenizer)}
+    assert prepare_apart(recipe, tmp_path / "out") < 400
+    file = TokenFile.open(tmp_path / "out", verify=True)
+    assert file.num_documents == 2
+    ids = file.document(1)
+    assert np.count_nonzero(ids == EOS) == 1 and ids[-1] == EOS
+    assert load(tokenizer).decode(ids[:-1].tolist()) == text
+
+
+@pytest.mark.timeout(180)
+def test_peak_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    """Four times the text (20 MB instead of 5), the same peak within 40 MiB."""
+    tokenizer = sentencepiece_folder(tmp_path / "tokenizer")
+    rng = np.random.default_rng(0)
+    words = np.array(["the", "cat", "a", "at", "sat", "dawn"])
+    line = (json.dumps({"text": " ".join(rng.choice(words, 2000))}) + "\n").encode()
+    peaks = []
+    for copies in (700, 2800):
+        (tmp_path / "text.jsonl").write_bytes(line * copies)
+        recipe = {"sources": [str(tmp_path / "text.jsonl")], "tokenizer": str(tokenizer)}
+        peaks.append(prepare_apart(recipe, tmp_path / f"out{copies}"))
+    assert abs(peaks[1] - peaks[0]) < 40

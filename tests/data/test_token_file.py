@@ -1,0 +1,193 @@
+"""Opening token files: what is missing, cut off or altered is found and named; size costs nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from efla_data.errors import DataError
+from efla_data.manifest import load_manifest, make_split
+from efla_data.token_file import TokenFile
+from efla_data.writer import write_token_files
+
+DOCUMENTS = {"train": [[5, 6, 7, 1], [8, 1], [9, 9, 9, 9, 1]], "heldout": [[5, 1]]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_token_files(tmp_path, DOCUMENTS, vocab_size=10, eos_id=1)
+    return tmp_path
+
+
+def test_round_trip(folder: Path) -> None:
+    file = TokenFile.open(folder, "train", verify=True)
+    assert (file.num_tokens, file.num_documents, file.vocab_size) == (11, 3, 10)
+    assert file.tokens.dtype == np.dtype("<u2")
+    assert [file.document(n).tolist() for n in range(3)] == DOCUMENTS["train"]
+    assert file.document_ends.tolist() == [4, 6, 11]
+    assert file.fingerprint != TokenFile.open(folder, "heldout").fingerprint
+    for number in (-1, 3):
+        with pytest.raises(IndexError, match="expected 0 <= index < 3"):
+            file.document(number)
+
+
+def test_bytes_on_disk_are_little_endian(folder: Path) -> None:
+    """The format, written out."""
+    assert (folder / "heldout-00000.bin").read_bytes() == b"\x05\x00\x01\x00"
+    assert (folder / "heldout-00000.idx").read_bytes() == b"\x02\x00\x00\x00\x00\x00\x00\x00"
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
+    for vocab_size, dtype in ((65536, "<u2"), (65537, "<u4")):
+        out = tmp_path / str(vocab_size)
+        write_token_files(out, {"train": [[vocab_size - 1, 0]]}, vocab_size, eos_id=0)
+        file = TokenFile.open(out, verify=True)
+        assert file.tokens.dtype == np.dtype(dtype) and file.tokens[0] == vocab_size - 1
+
+
+def test_fingerprint_is_of_content_alone(folder: Path, tmp_path: Path) -> None:
+    def fingerprint(documents: list[list[int]], vocab_size: int = 10) -> str:
+        out = tmp_path / "other"
+        write_token_files(out, {"train": documents}, vocab_size, eos_id=1)
+        return TokenFile.open(out).fingerprint
+
+    same = fingerprint(DOCUMENTS["train"])
+    assert same == TokenFile.open(folder).fingerprint
+    assert fingerprint(DOCUMENTS["train"][::-1]) != same
+    assert fingerprint([[5, 6, 7, 1, 8, 1], [9, 9, 9, 9, 1]]) != same  # the same stream, another boundary
+    assert fingerprint(DOCUMENTS["train"], vocab_size=11) != same
+
+
+def test_altered_file_is_found_by_its_hash(folder: Path) -> None:
+    for name in ("train-00000.bin", "train-00000.idx"):
+        data = bytearray((folder / name).read_bytes())
+        data[0] ^= 1
+        (folder / name).write_bytes(data)
+        TokenFile.open(folder)  # the size is right: only a full read can tell
+        with pytest.raises(DataError, match=rf"{name}: corrupt, expected sha256 [0-9a-f]{{64}}, got [0-9a-f]{{64}}"):
+            TokenFile.open(folder, verify=True)
+        data[0] ^= 1
+        (folder / name).write_bytes(data)
+    TokenFile.open(folder, verify=True)
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "train-00000.idx"])
+@pytest.mark.parametrize("size", [0, 1, -1, +2])
+def test_truncated_or_grown_file_is_found_on_plain_open(folder: Path, name: str, size: int) -> None:
+    full = (folder / name).stat().st_size
+    os.truncate(folder / name, size if size in (0, 1) else full + size)
+    with pytest.raises(DataError, match=rf"{name}: truncated or altered, expected {full} bytes, got"):
+        TokenFile.open(folder)
+
+
+def test_missing_files(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"no token files in .*nowhere.*scripts\.prepare"):
+        TokenFile.open(folder / "nowhere")
+    (folder / "train-00000.idx").unlink()
+    with pytest.raises(DataError, match=r"missing token file .*train-00000\.idx"):
+        TokenFile.open(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(DataError, match=r"manifest\.json is missing"):
+        TokenFile.open(folder)
+
+
+def test_missing_split(tmp_path: Path) -> None:
+    write_token_files(tmp_path, {"train": [[1]]}, 10, eos_id=1)
+    with pytest.raises(DataError, match=r"no split 'heldout' \(it has: train\)"):
+        TokenFile.open(tmp_path, "heldout")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda raw: raw["splits"]["train"]["shards"][0].update(tokens_sha256="0" * 64),
+            "fingerprint of 'train' should be",
+        ),
+        (lambda raw: raw["tokenizer"].update(vocab_size=9), "fingerprint of 'train' should be"),
+        (lambda raw: raw.update(schema=99), "schema 99, this version reads 1"),
+        (lambda raw: raw.update(format="other"), "not a manifest of token files"),
+        (lambda raw: raw["splits"]["train"].pop("tokens"), "damaged manifest"),
+        (lambda raw: raw.update(extra=1), "damaged manifest"),
+    ],
+)
+def test_altered_manifest(folder: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
+    raw = json.loads((folder / "manifest.json").read_text())
+    change(raw)
+    (folder / "manifest.json").write_text(json.dumps(raw))
+    with pytest.raises(DataError, match=message):
+        TokenFile.open(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe"])
+def test_unreadable_manifest(folder: Path, content: bytes) -> None:
+    (folder / "manifest.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"manifest\.json"):
+        TokenFile.open(folder)
+
+
+def test_index_of_another_file_is_refused(folder: Path) -> None:
+    ends = np.array([4, 6, 10], dtype="<u8")
+    (folder / "train-00000.idx").write_bytes(ends.tobytes())
+    with pytest.raises(DataError, match="last document should end at token 11, ends at 10"):
+        TokenFile.open(folder)
+
+
+def test_too_small_a_model_can_be_refused(folder: Path) -> None:
+    file = TokenFile.open(folder)
+    file.check_vocabulary(10)
+    with pytest.raises(DataError, match=r"has 10 ids, the model has vocab_size=9"):
+        file.check_vocabulary(9)
+
+
+@pytest.mark.parametrize("document", [[], [5], [5, 10, 1], [-1, 1], [1, 5]])
+def test_writer_refuses_ids_that_break_the_format(tmp_path: Path, document: list[int]) -> None:
+    with pytest.raises(DataError, match=r"train document 0: expected ids in 0\.\.9 with 1 \(EOS\) last"):
+        write_token_files(tmp_path, {"train": [document]}, vocab_size=10, eos_id=1)
+
+
+HUGE = """
+import resource, sys, time
+import numpy as np
+from efla_data.loader import WindowLoader
+from efla_data.token_file import TokenFile
+start = time.monotonic()
+file = TokenFile.open(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+loader = WindowLoader(file, 2048, 256, 16, seed=1, mask_boundaries=True)
+for step in (0, 10**4, 10**6):
+    assert loader.batch(step, 3).input_ids.shape == (16, 2048)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(file.num_tokens, (after - before) / 1024, time.monotonic() - start)
+"""
+
+
+def test_fifty_billion_tokens_cost_no_memory(tmp_path: Path) -> None:
+    """Sparse files of the paper's size: open, read at step one million, in seconds and a few MiB."""
+    manifest = write_token_files(tmp_path, {"train": [[1]]}, 32000, eos_id=1)
+    tokens, documents = 50_000_000_000, 50_000_000
+    try:
+        os.truncate(tmp_path / "train-00000.bin", 2 * tokens)
+    except OSError:
+        pytest.skip("this file system has no sparse files of 100 GB")
+    with open(tmp_path / "train-00000.idx", "wb") as handle:
+        handle.truncate(8 * documents)
+        handle.seek(8 * (documents - 1))
+        handle.write(np.array([tokens], dtype="<u8").tobytes())
+    shard = dataclasses.replace(manifest.splits["train"].shards[0], tokens=tokens, documents=documents)
+    split = make_split(manifest.dtype, manifest.tokenizer, [shard])
+    dataclasses.replace(manifest, splits={"train": split}).save(tmp_path)
+    assert load_manifest(tmp_path).splits["train"].tokens == tokens
+    done = subprocess.run(
+        [sys.executable, "-c", HUGE, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    count, mebibytes, seconds = map(float, done.stdout.split())
+    assert count == tokens
+    assert mebibytes < 100
+    assert seconds < 5
