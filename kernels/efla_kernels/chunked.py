@@ -6,9 +6,9 @@ Gamma_ij = exp(b_i - b_j) for j <= i, one chunk of the delta rule with state S b
     A = strictly lower part of (e_i Gamma_ij k_i.k_j)      X = (I + A)^{-1} (w V - e exp(b) K S) = U - W S
     O = scale [exp(b) Q S + (Gamma * Q K^T) X]              S' = exp(b_C) S + (exp(b_C - b) K)^T X
 
-Everything is computed in fp32 (fp64 for fp64 inputs) and differentiated by autograd, which keeps about six C x C
-matrices and seven C x K per chunk and head. One dense token is the recurrence's own step: that is the chunk form at
-C = 1, and what decoding calls.
+Everything is computed in fp32 (fp64 for fp64 inputs) and differentiated by autograd, which keeps some 12 matrices of
+C x K or C x C per chunk and head, 18 with decay. One dense token is the recurrence's own step: that is the chunk form
+at C = 1, and what decoding calls.
 """
 
 from __future__ import annotations
