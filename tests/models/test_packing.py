@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ OFFSETS = [0, 5, 5, 6, 70, 75]  # an empty document, one of 1 token, one longer 
 
 
 def documents(offsets: list[int]) -> list[tuple[int, int]]:
-    return [(a, b) for a, b in zip(offsets, offsets[1:], strict=False) if b > a]
+    return [(a, b) for a, b in pairwise(offsets) if b > a]
 
 
 @pytest.mark.parametrize("mixer", MODELS)

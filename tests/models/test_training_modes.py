@@ -1,0 +1,195 @@
+"""Losses, gradient checkpointing, and what is computed in fp32 although the model is bf16."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from efla_lm import EflaForCausalLM
+from efla_lm.models.layers import Decay, GatedRMSNorm, RMSNorm, ShortConvolution
+from efla_lm.models.mixers import Mamba2Mixer
+from tests.models.tiny import MODELS, VOCABULARY, tiny_model, tokens
+
+RECURRENT = [mixer for mixer in MODELS if mixer != "attention"]
+
+
+def gradients(model: EflaForCausalLM, ids: torch.Tensor, **options: object) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = model(ids, targets=ids.roll(-1, 1), **options).loss
+    loss.backward()
+    return float(loss), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("mixer", MODELS)
+def test_targets_are_summed_and_labels_averaged(mixer: str) -> None:
+    model = tiny_model(mixer)
+    ids = tokens(3, 20)
+    logits = model(ids).logits
+    targets = ids.roll(-1, 1)
+    targets[:, -1] = -100
+    targets[0, :5] = -100
+    expected = F.cross_entropy(logits.flatten(0, 1).double(), targets.flatten(), reduction="sum")
+    output = model(ids, targets=targets)
+    assert output.logits is None and output.cache is None
+    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    labels = ids.clone()
+    labels[0, :6] = -100
+    mean = model(ids, labels=labels)
+    assert mean.loss.item() == pytest.approx(expected.item() / int((targets != -100).sum()), rel=1e-5)
+    assert mean.logits.shape == (3, 20, VOCABULARY)
+
+
+def test_all_ignored_is_zero_not_nan() -> None:
+    model = tiny_model("efla")
+    ignored = torch.full((2, 8), -100)
+    assert float(model(tokens(2, 8), targets=ignored).loss) == 0.0
+    assert float(model(tokens(2, 8), labels=ignored).loss) == 0.0
+
+
+def test_losses_that_do_not_fit_are_refused() -> None:
+    model = tiny_model("efla")
+    with pytest.raises(ValueError, match="not both"):
+        model(tokens(1, 4), labels=tokens(1, 4), targets=tokens(1, 4))
+    with pytest.raises(ValueError, match=r"targets must be \(1, 4\)"):
+        model(tokens(1, 4), targets=tokens(1, 3))
+    with pytest.raises(ValueError, match=r"labels must be \(1, 4\)"):
+        model(tokens(1, 4), labels=tokens(1, 3))
+    with pytest.raises(ValueError, match="exactly one of"):
+        model(tokens(1, 4), inputs_embeds=torch.zeros(1, 4, 64))
+
+
+@pytest.mark.parametrize("mixer", MODELS)
+def test_logits_to_keep_and_tuples(mixer: str) -> None:
+    model = tiny_model(mixer)
+    ids = tokens(2, 9)
+    whole = model(ids).logits
+    torch.testing.assert_close(model(ids, logits_to_keep=1).logits, whole[:, -1:])
+    torch.testing.assert_close(model(ids, logits_to_keep=torch.tensor([0, 4])).logits, whole[:, [0, 4]])
+    assert torch.equal(model(ids, return_dict=False)[0], whole)
+    hidden = model(ids, output_hidden_states=True).hidden_states
+    assert len(hidden) == model.config.num_hidden_layers + 1
+
+
+@pytest.mark.parametrize("mixer", MODELS)
+def test_gradient_checkpointing_changes_nothing(mixer: str) -> None:
+    model = tiny_model(mixer, use_cache=True).train()
+    ids = tokens(2, 70)
+    loss, plain = gradients(model, ids)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for options in ({}, {"use_cache": True}):
+        again, checkpointed = gradients(model, ids, **options)
+        assert again == loss
+        for name, gradient in plain.items():
+            assert torch.equal(gradient, checkpointed[name]), name
+    assert model(ids).cache is None
+    assert model(ids, use_cache=True).cache is None
+    with pytest.raises(ValueError, match="cannot continue from a cache"):
+        model(ids, cache=model.new_cache())
+    with torch.no_grad():
+        assert model(ids, use_cache=True).cache.seen == 70  # nothing is recomputed without gradients
+
+
+@pytest.mark.parametrize("mixer", MODELS)
+def test_checkpointing_recomputes(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(mixer).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    calls = []
+    mixer_class = type(model.model.layers[0].mixer)
+    forward = mixer_class.forward
+    monkeypatch.setattr(mixer_class, "forward", lambda *given: (calls.append(1), forward(*given))[1])
+    gradients(model, tokens(1, 6))
+    assert len(calls) == 2 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("mixer", MODELS)
+def test_no_cache_in_training_unless_asked(mixer: str) -> None:
+    model = tiny_model(mixer)
+    assert model(tokens(1, 4)).cache is not None
+    assert model.train()(tokens(1, 4)).cache is None
+    assert model(tokens(1, 4), use_cache=True).cache.seen == 4
+
+
+@pytest.mark.parametrize("mixer", RECURRENT)
+def test_state_and_loss_are_fp32_in_a_bf16_model(mixer: str) -> None:
+    model = tiny_model(mixer).to(torch.bfloat16)
+    output = model(tokens(2, 9))
+    assert output.logits.dtype == torch.bfloat16
+    assert all(layer.state.dtype == torch.float32 for layer in output.cache.layers)
+    assert model(tokens(2, 9), targets=tokens(2, 9)).loss.dtype == torch.float32
+    assert model(tokens(2, 9), labels=tokens(2, 9)).loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mixer", MODELS)
+def test_bf16_is_close_to_fp32(mixer: str) -> None:
+    model = tiny_model(mixer).to(torch.bfloat16)
+    rounded = model.float()  # the same bf16 values, computed in fp32
+    ids = tokens(2, 70)
+    with torch.no_grad():
+        expected = rounded(ids).logits
+        got = model.to(torch.bfloat16)(ids).logits.float()
+    assert float((got - expected).norm() / expected.norm()) < 5e-2
+
+
+def test_decay_of_a_bf16_model_is_computed_in_fp32() -> None:
+    decay = Decay(4).to(torch.bfloat16)
+    with torch.no_grad():
+        decay.A_log.copy_(torch.tensor([-3.0, 0.5, 1.7, 2.7]))
+        decay.dt_bias.copy_(torch.tensor([-6.9, -4.0, -2.3, 1.0]))
+    a = torch.randn(2, 9, 4, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    log_g = decay(a)
+    expected = -decay.A_log.double().exp() * F.softplus(a.double() + decay.dt_bias.double())
+    assert log_g.dtype == torch.float32
+    torch.testing.assert_close(log_g.double(), expected, rtol=1e-5, atol=0)
+
+
+def test_mamba2_hands_fp32_parameters_to_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("mamba2").to(torch.bfloat16)
+    import efla_kernels
+
+    seen = []
+    op = efla_kernels.mamba2
+
+    def spy(x: torch.Tensor, dt: torch.Tensor, A_log: torch.Tensor, *rest: torch.Tensor, **options: object) -> object:
+        seen.append((A_log.dtype, rest[2].dtype, rest[3].dtype))
+        return op(x, dt, A_log, *rest, **options)
+
+    monkeypatch.setattr(efla_kernels, "mamba2", spy)
+    model(tokens(1, 4))
+    assert seen == [(torch.float32,) * 3] * 2
+    assert isinstance(model.model.layers[0].mixer, Mamba2Mixer)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_norm_statistics_of_bf16_inputs(gate_first: bool) -> None:
+    """4096 equal terms: a bf16 sum of squares would stop growing at 256 of them."""
+    x = torch.full((1, 4096), 3.0, dtype=torch.bfloat16)
+    norm = RMSNorm(4096, 1e-6).to(torch.bfloat16)
+    torch.testing.assert_close(norm(x), torch.ones_like(x), rtol=4e-3, atol=0)
+    gated = GatedRMSNorm(4096, 1e-6, gate_first=gate_first).to(torch.bfloat16)
+    gate = torch.full_like(x, 2.0)
+    expected = 1.0 if gate_first else 2.0 / (1 + math.exp(-2.0))
+    torch.testing.assert_close(gated(x, gate).float(), torch.full((1, 4096), expected), rtol=4e-3, atol=0)
+
+
+def test_group_norm_of_mamba2_is_per_group() -> None:
+    norm = GatedRMSNorm(8, 0.0, gate_first=True, groups=2)
+    x = torch.tensor([[1.0, 1, 1, 1, 5, 5, 5, 5]])
+    gate = torch.full((1, 8), 20.0)  # silu(20) is 20 to fp32 precision
+    torch.testing.assert_close(norm(x, gate), torch.ones(1, 8))
+
+
+def test_short_convolution_by_hand() -> None:
+    layer = ShortConvolution(2, 3, bias=True)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.0, -1.0]]))
+        layer.bias.copy_(torch.tensor([0.1, -0.2]))  # type: ignore[union-attr]
+    x = torch.tensor([[[1.0, 1.0], [2.0, 0.0], [4.0, -1.0]]])
+    sums = torch.tensor([[[3.0, -1.0], [8.0, 0.0], [17.0, 1.5]]]) + torch.tensor([0.1, -0.2])
+    y, state = layer(x)
+    torch.testing.assert_close(y, F.silu(sums))
+    assert torch.equal(state, x[:, 1:])
+    tail, _ = layer(x[:, 2:], state=x[:, :2])
+    torch.testing.assert_close(tail, y[:, 2:])
