@@ -61,7 +61,7 @@ def prepare(
     another recipe in `out_dir`, and when another process is preparing the same folder.
     """
     recipe.check()
-    out = Path(out_dir).absolute()
+    out = Path(out_dir).resolve()  # a link names the disk that is meant; the link itself stays
     existing = None if overwrite else _existing(out, recipe)
     if existing is not None:
         return existing
@@ -72,7 +72,7 @@ def prepare(
     with _locked(partial):
         _enter_plan(partial, recipe, units)
         info = _enter_tokenizer(partial, recipe, units)
-        watcher = Watcher([sum(piece.bytes for piece in unit) for unit in units], show)
+        watcher = Watcher([sum(piece.bytes for piece in unit) for unit in units], recipe.max_tokens, show)
         results = run_units(partial, units, recipe.max_tokens, processes or available_cores(), watcher)
         files = partial / "files"
         shutil.rmtree(files, ignore_errors=True)
@@ -169,6 +169,8 @@ def _enter_plan(partial: Path, recipe: Recipe, units: list[list[Piece]]) -> None
     }
     content = json.dumps(plan)
     path = partial / PLAN
+    if not path.is_file() and any(item.name != "lock" for item in partial.iterdir()):
+        raise DataError(f"{partial} exists and was not left by an earlier run; remove it or name another data.dir")
     if not path.is_file() or path.read_text(encoding="utf-8") != content:
         for item in partial.iterdir():
             if item.is_dir():

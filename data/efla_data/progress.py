@@ -10,7 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """A moment of a run. `fraction` is of the bytes on disk (of the shards, for hub data), in finished units."""
+    """A moment of a run.
+
+    `fraction` is that of the bytes on disk (of the shards, for hub data) in finished units, or of the token budget if
+    that is nearer its end.
+    """
 
     units_done: int
     units: int
@@ -28,17 +32,26 @@ class Progress:
 class Watcher:
     """Collects reports from all threads and calls `show` at most once per `interval` seconds, and at the end."""
 
-    def __init__(self, weights: list[int], show: Callable[[Progress], None] | None, interval: float = 1.0) -> None:
+    def __init__(
+        self,
+        weights: list[int],
+        budget: int | None,
+        show: Callable[[Progress], None] | None,
+        interval: float = 1.0,
+    ) -> None:
         self._weights = [max(weight, 1) for weight in weights]
+        self._budget = budget
         self._show, self._interval = show, interval
         self._lock = threading.Lock()
         self._start = self._shown = time.monotonic()
         self._done: set[int] = set()
         self._text_bytes = self._tokens = 0
 
-    def skip(self, unit: int) -> None:
-        """Leave out a unit that an earlier run finished."""
+    def skip(self, unit: int, tokens: int) -> None:
+        """Leave out a unit that an earlier run finished, with the tokens that it gave."""
         self._weights[unit] = 0
+        if self._budget is not None:
+            self._budget -= tokens
 
     def report(self, text_bytes: int, tokens: int) -> None:
         """Text and tokens since the caller's last report."""
@@ -57,12 +70,14 @@ class Watcher:
     def _call(self) -> None:
         self._shown = time.monotonic()
         if self._show is not None:
-            done = sum(self._weights[unit] for unit in self._done)
+            fraction = sum(self._weights[unit] for unit in self._done) / max(sum(self._weights), 1)
+            if self._budget is not None and self._budget > 0:
+                fraction = max(fraction, min(self._tokens / self._budget, 1.0))
             self._show(
                 Progress(
                     units_done=len(self._done),
                     units=sum(weight > 0 for weight in self._weights),
-                    fraction=done / max(sum(self._weights), 1),
+                    fraction=fraction,
                     text_bytes=self._text_bytes,
                     tokens=self._tokens,
                     seconds=self._shown - self._start,

@@ -44,7 +44,7 @@ class _Queue:
             result = load_result(unit_prefix(folder, index))
             if result is not None:
                 self.results[index] = result
-                watcher.skip(index)
+                watcher.skip(index, result.train_tokens)
         # held-out units first: they are needed in any case, and usually small
         self.waiting = [index for index in self.heldout + self.training if index not in self.results]
 

@@ -8,6 +8,7 @@ processes.
 
 from __future__ import annotations
 
+import functools
 import glob
 import itertools
 import os
@@ -192,6 +193,7 @@ def parse_hub(source: str, default_split: str) -> tuple[str, str, str]:
     return name, config, split or default_split
 
 
+@functools.lru_cache(maxsize=8)  # finding the files of a large data set can take minutes; a worker does it once
 def open_hub(name: str, config: str, split: str, revision: str | None) -> Any:
     """The `datasets.IterableDataset` of a hub data set (or of a local folder that `datasets` can read)."""
     import datasets
