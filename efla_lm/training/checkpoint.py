@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -321,6 +322,4 @@ def _disk_full(final: Path, needed: int, free: int) -> UserError:
 
 
 def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in ("torch", "transformers", "efla-lm")}
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
