@@ -61,7 +61,8 @@ def run_command(
 ) -> tuple[int, str]:
     """Exit code and output (both streams) of a command at the root of the project."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "MASTER_"))}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | (env or {})
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | (env or {})
     done = subprocess.run(
         command, cwd=ROOT, env=environment, timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
