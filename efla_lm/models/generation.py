@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -30,6 +31,7 @@ class RecurrentGeneration(GenerationMixin):
         # Keeps generate from making a DynamicCache, which has no place for a recurrent state.
         return False
 
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # generate reads the signature
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
         inputs.pop("cache_position", None)  # earlier releases pass it; the cache counts its tokens itself

@@ -9,6 +9,8 @@ import torch
 from transformers import DynamicCache
 
 from efla_lm import EflaForCausalLM
+from efla_lm.models.cache import LayerState
+from efla_lm.models.sequence import SequenceInfo
 from tests.models.tiny import MODELS, left_padded, tiny_model, tokens
 
 
@@ -126,3 +128,18 @@ def test_rows_of_the_cache_can_be_selected_and_copied(mixer: str) -> None:
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.batch_size == -1
     assert torch.equal(model(ids, attention_mask=mask, cache=cache).logits, model(ids, attention_mask=mask).logits)
+
+
+@pytest.mark.parametrize("mixer", [mixer for mixer in MODELS if mixer != "attention"])
+def test_padding_on_the_right_leaves_the_state_alone(mixer: str) -> None:
+    """Padded tokens neither write nor decay, also where the convolution still carries tokens into them."""
+    layer = tiny_model(mixer).model.layers[0].mixer
+    hidden = torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, 7:] = False
+    padded, short = LayerState(), LayerState()
+    with torch.no_grad():
+        layer(hidden, SequenceInfo(2, 12, hidden.device, mask=mask), padded)
+        layer(hidden[:1, :7], SequenceInfo(1, 7, hidden.device), short)
+    assert padded.state is not None and short.state is not None
+    torch.testing.assert_close(padded.state[:1], short.state, rtol=1e-5, atol=1e-5)
