@@ -60,7 +60,11 @@ class CheckpointMeta:
 def checkpoints_in(run_dir: Path) -> list[Path]:
     """Directories `step-N` of a run, by step; complete or not."""
     found = [p for p in (run_dir / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", p.name) and p.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=_step_of)
+
+
+def _step_of(step_dir: Path) -> int:
+    return int(step_dir.name.removeprefix("step-"))
 
 
 def fault_in(step_dir: Path) -> str | None:
@@ -191,7 +195,9 @@ def save_checkpoint(
         _retire(final)  # only a damaged one can be there
         os.rename(partial, final)
         _flush_directory(final.parent)
-        for old in checkpoints_in(run_dir)[:-keep] if keep > 0 else []:
+        # a damaged one may have a later step than this one, which is whole: it must not count as one of those kept
+        earlier = [path for path in checkpoints_in(run_dir) if _step_of(path) < meta.step]
+        for old in earlier[: max(len(earlier) - keep + 1, 0)] if keep > 0 else []:
             _retire(old)
 
     world.on_main(prepare)

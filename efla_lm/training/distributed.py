@@ -42,7 +42,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     local_size: int
     device: torch.device
     control: dist.ProcessGroup
@@ -64,10 +63,6 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.control)
         return values
-
-    def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier(group=self.control)
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value` on every rank."""
@@ -125,7 +120,6 @@ def start(device: str = "auto", world_size: int | None = None) -> World:
     return World(
         rank=state.process_index,
         size=state.num_processes,
-        local_rank=max(state.local_process_index, 0),
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         device=place,
         control=control,

@@ -66,6 +66,15 @@ def test_keeps_the_newest(corpus: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["step-4", "step-5"]
 
 
+def test_damaged_ones_are_not_counted_among_those_kept(runs: Path, corpus: Path, capsys: Captured) -> None:
+    os.truncate(runs / "run" / "checkpoints" / "step-6" / "__0_0.distcp", 1000)
+    settings = ("name=run", "train.steps=6", "train.stop_at=5", "train.save_every=1", "train.keep_checkpoints=1")
+    assert run_here(corpus, runs, *settings) == 0
+    newest = newest_checkpoint(runs / "run")
+    assert newest is not None and newest.name == "step-5"
+    assert sorted(os.listdir(newest.parent)) == ["step-5", "step-6"]
+
+
 @pytest.mark.parametrize("damage", ["cut", "lost", "no description", "nonsense"])
 def test_damaged_newest_is_passed_over(runs: Path, corpus: Path, damage: str, capsys: Captured) -> None:
     newest = runs / "run" / "checkpoints" / "step-6"
@@ -229,7 +238,8 @@ def test_kill_while_saving(runs: Path, corpus: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(folder)) == ["step-10", "step-2", "step-4", "step-6", "step-8"]
     assert run_here(corpus, tmp_path, "name=straight", *settings[1:]) == 0
     assert_same_weights(weights(runs, "run", 10), weights(tmp_path, "straight", 10))
-    assert metrics(runs, "run", "tokens") == metrics(tmp_path, "straight", "tokens")  # what the dead launch wrote is gone
+    # what the dead launch wrote is gone
+    assert metrics(runs, "run", "tokens") == metrics(tmp_path, "straight", "tokens")
 
 
 def test_refuses_non_finite_weights(

@@ -89,7 +89,7 @@ def test_world_of_one() -> None:
 )
 def test_mesh_that_does_not_fit(mode: str, sizes: dict[str, int], said: str) -> None:
     group: Any = None
-    world = World(rank=0, size=8, local_rank=0, local_size=4, device=torch.device("cpu"), control=group)
+    world = World(rank=0, size=8, local_size=4, device=torch.device("cpu"), control=group)
     with pytest.raises(UserError, match=said):
         build_mesh(world, mode, **sizes)
 
