@@ -179,6 +179,9 @@ def _enter_plan(partial: Path, recipe: Recipe, units: list[list[Piece]]) -> None
                 item.unlink()
         _write(path, content)
     (partial / "units").mkdir(exist_ok=True)
+    for item in (partial / "units").iterdir():
+        if item.name.split(".")[1].isdigit():  # NUMBER.PROCESS.*: what a killed worker was writing
+            item.unlink()
 
 
 def _enter_tokenizer(partial: Path, recipe: Recipe, units: list[list[Piece]]) -> TokenizerInfo:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 class Progress:
     """A moment of a run.
 
-    `fraction` is that of the bytes on disk (of the shards, for hub data) in finished units, or of the token budget if
-    that is nearer its end.
+    `fraction` is an estimate: text read over text expected, which is the bytes on disk (the shards, for hub data) times
+    the text per byte of the finished units; or the share of the token budget, if that is nearer its end.
     """
 
     units_done: int
@@ -45,7 +45,7 @@ class Watcher:
         self._lock = threading.Lock()
         self._start = self._shown = time.monotonic()
         self._done: set[int] = set()
-        self._text_bytes = self._tokens = 0
+        self._text_bytes = self._tokens = self._finished_bytes = 0
 
     def skip(self, unit: int, tokens: int) -> None:
         """Leave out a unit that an earlier run finished, with the tokens that it gave."""
@@ -61,25 +61,35 @@ class Watcher:
             if time.monotonic() - self._shown >= self._interval:
                 self._call()
 
-    def finish(self, unit: int) -> None:
-        """A unit is complete."""
+    def finish(self, unit: int, text_bytes: int) -> None:
+        """A unit is complete, and held so much text."""
         with self._lock:
             self._done.add(unit)
+            self._finished_bytes += text_bytes
             self._call()
 
     def _call(self) -> None:
         self._shown = time.monotonic()
         if self._show is not None:
-            fraction = sum(self._weights[unit] for unit in self._done) / max(sum(self._weights), 1)
-            if self._budget is not None and self._budget > 0:
-                fraction = max(fraction, min(self._tokens / self._budget, 1.0))
             self._show(
                 Progress(
                     units_done=len(self._done),
                     units=sum(weight > 0 for weight in self._weights),
-                    fraction=fraction,
+                    fraction=self._fraction(),
                     text_bytes=self._text_bytes,
                     tokens=self._tokens,
                     seconds=self._shown - self._start,
                 )
             )
+
+    def _fraction(self) -> float:
+        units = sum(weight > 0 for weight in self._weights)
+        if len(self._done) >= units:
+            return 1.0
+        finished = sum(self._weights[unit] for unit in self._done)
+        fraction = finished / sum(self._weights)
+        if self._finished_bytes:
+            fraction *= self._text_bytes / self._finished_bytes  # what unfinished units have read so far
+        if self._budget is not None and self._budget > 0:
+            fraction = max(fraction, self._tokens / self._budget)
+        return min(fraction, 0.99)

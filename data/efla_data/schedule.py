@@ -61,7 +61,7 @@ class _Queue:
         assert result is not None
         with self.lock:
             self.results[unit] = result
-        self.watcher.finish(unit)
+        self.watcher.finish(unit, sum(shard.text_bytes for shard in result.shards.values()))
 
     def enough(self) -> bool:
         """Whether the finished training units reach the budget without a gap before them."""

@@ -16,7 +16,7 @@ from efla_data import sources, workers
 from efla_data.errors import DataError
 from efla_data.manifest import Manifest
 from efla_data.prepare import prepare
-from efla_data.progress import Progress
+from efla_data.progress import Progress, Watcher
 from efla_data.recipe import Recipe
 from efla_data.token_file import TokenFile
 
@@ -207,6 +207,7 @@ def test_killed_run_goes_on_where_it_was(corpus: Recipe, tmp_path: Path, monkeyp
 
     resumed = prepare(corpus, tmp_path / "out", processes=1, show=show)
     assert not renewed
+    assert not (tmp_path / "out.partial").exists()
     assert seen[-1].units <= len(sources.plan_units(corpus)) - len(finished)
     assert seen[-1].fraction == 1
     straight = prepare(corpus, tmp_path / "straight", processes=1)
@@ -223,6 +224,34 @@ def test_what_another_plan_left_is_not_used(corpus: Recipe, tmp_path: Path) -> N
     assert fingerprints(prepare(corpus, tmp_path / "out", processes=1)) == fingerprints(
         prepare(corpus, tmp_path / "clean", processes=1)
     )
+
+
+def test_a_partial_folder_of_something_else_is_left_alone(corpus: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.txt").write_text("half of it")
+    with pytest.raises(DataError, match="was not left by an earlier run"):
+        prepare(corpus, tmp_path / "out")
+    assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "half of it"
+
+
+def test_half_written_units_are_removed(corpus: Recipe, tmp_path: Path) -> None:
+    """A unit counts when its JSON is there, and what a killed worker was writing does not stay on the disk."""
+    broken = Recipe(**{**corpus.to_dict(), "sources": [*corpus.sources, str(tmp_path / "bad.jsonl.gz")]})
+    (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(jsonl(many_texts(200, seed=9)))[:-9])
+    for _ in range(2):
+        with pytest.raises(DataError, match="truncated"):
+            prepare(broken, tmp_path / "out", processes=1)
+    left = [path.name.split(".")[1] for path in (tmp_path / "out.partial" / "units").iterdir()]
+    assert sum(name.isdigit() for name in left) == 4  # of the last attempt: two files for each of two splits
+
+
+def test_links_to_another_disk_are_followed(corpus: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "big disk").mkdir()
+    (tmp_path / "tokens").symlink_to(tmp_path / "big disk" / "tokens")
+    (tmp_path / "big disk" / "tokens").mkdir()
+    prepare(corpus, tmp_path / "tokens", processes=1)
+    assert (tmp_path / "tokens").is_symlink()
+    TokenFile.open(tmp_path / "big disk" / "tokens", verify=True)
 
 
 def test_two_at_once_in_one_folder_are_refused(corpus: Recipe, tmp_path: Path) -> None:
@@ -310,3 +339,24 @@ def test_manifest_records_where_everything_came_from(corpus: Recipe, tmp_path: P
     kept = (tmp_path / "out" / "tokenizer" / "tokenizer.json").read_bytes()
     assert manifest.tokenizer.sha256 == hashlib.sha256(kept).hexdigest()
     assert set(manifest.versions) == {"python", "efla-lm", "tokenizers", "numpy"}
+
+
+def test_progress_estimates() -> None:
+    """Half of the text read is about half of the time, before any large unit ends and after a resume."""
+    seen: list[Progress] = []
+    watcher = Watcher([10, 90, 100, 500], None, seen.append, interval=0)
+    watcher.skip(3, 1)
+    watcher.report(20, 5)
+    assert seen[-1].fraction == 0 and seen[-1].seconds_left is None
+    watcher.finish(0, 20)  # 2 bytes of text per byte on disk: 400 in all
+    watcher.report(180, 45)
+    assert seen[-1].fraction == pytest.approx(0.5)
+    assert (seen[-1].units_done, seen[-1].units, seen[-1].text_bytes, seen[-1].tokens) == (1, 3, 200, 50)
+    watcher.report(10_000, 1)
+    assert seen[-1].fraction == 0.99  # an estimate never claims to be the end
+    watcher.finish(1, 180)
+    watcher.finish(2, 10_000)
+    assert seen[-1].fraction == 1 and seen[-1].seconds_left == 0
+    budget = Watcher([1000, 1000], 100, seen.append, interval=0)
+    budget.report(500, 25)
+    assert seen[-1].fraction == pytest.approx(0.25)
