@@ -18,13 +18,14 @@ from efla_lm.settings import TrainSettings, entry, to_dict
 from efla_lm.training import build, schedule
 from efla_lm.training.batch_log import BatchLog
 from efla_lm.training.budget import Budget, plan_budget
-from efla_lm.training.checkpoint import CheckpointMeta, load_checkpoint, save_checkpoint
+from efla_lm.training.checkpoint import CheckpointMeta, load_checkpoint
 from efla_lm.training.distributed import World, build_mesh, finish, start
 from efla_lm.training.export import export_checkpoint
 from efla_lm.training.metrics import MetricsWriter
 from efla_lm.training.optim import build_optimizer, set_learning_rate
 from efla_lm.training.progress import Progress, banner
 from efla_lm.training.run_dir import RunDirectory, open_run
+from efla_lm.training.save import save_checkpoint
 from efla_lm.training.signals import Interruption
 from efla_lm.training.step import Verdicts, update
 from efla_lm.training.throughput import Meter

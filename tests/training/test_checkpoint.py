@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from efla_lm.errors import UserError
-from efla_lm.training import checkpoint
+from efla_lm.training import checkpoint, save
 from efla_lm.training.checkpoint import checkpoints_in, fault_in, find_checkpoint, load_model_weights, newest_checkpoint
 from efla_lm.training.distributed import local
 from tests.training.corpus import write_corpus
@@ -168,7 +168,7 @@ def test_full_disk(runs: Path, corpus: Path, where: str, monkeypatch: pytest.Mon
     if where == "tensors":
         monkeypatch.setattr(FileSystemWriter, "write_data", no_space)
     elif where == "description":
-        monkeypatch.setattr(checkpoint, "_flush_directory", no_space)
+        monkeypatch.setattr(save, "_flush_directory", no_space)
     else:
         usage = shutil.disk_usage(runs)._replace(free=1000)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -205,14 +205,14 @@ def test_really_full_disk(corpus: Path, tmp_path: Path, monkeypatch: pytest.Monk
 KILLED_WHILE_SAVING = """
 import sys, time, pathlib
 import train
-from efla_lm.training import checkpoint
+from efla_lm.training import save
 
 def hang(directory):  # all is written, the rename is to come
     if directory.name == "step-8.tmp":
         pathlib.Path(sys.argv[1]).touch()
         time.sleep(100)
 
-checkpoint._flush_directory = hang
+save._flush_directory = hang
 sys.exit(train.main.run(sys.argv[2:]))
 """
 
