@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from efla_lm.models import fla_backend as _fla_backend  # noqa: F401  (registers backend "fla")
 from efla_lm.models.cache import RecurrentCache
 from efla_lm.models.config import DELTA_MIXERS, GATED_MIXERS, MIXERS, EflaConfig, check_vocabulary
 from efla_lm.models.counts import count_parameters, flops_per_token

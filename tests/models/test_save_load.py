@@ -118,9 +118,15 @@ def test_config_refuses_what_does_not_fit() -> None:
         EflaForCausalLM(tiny_config("attention", backend="triton"))
 
 
-def test_unknown_backend_is_named_at_the_first_forward() -> None:
+def test_backends_that_cannot_serve_say_why() -> None:
     with pytest.raises(ValueError, match="nonsense"):
         tiny_model("efla", backend="nonsense")(tokens(1, 4))
+    for mixer in ("efla", "deltanet", "gated_deltanet"):
+        with pytest.raises(ValueError, match="CUDA only, the tensors are on cpu"):
+            tiny_model(mixer, backend="fla")(tokens(1, 4))
+    for mixer in ("gated_efla", "mamba2"):
+        with pytest.raises(ValueError, match=f"'fla' is not built for '{mixer}'"):
+            tiny_model(mixer, backend="fla")(tokens(1, 4))
 
 
 def test_tokenizer_wider_than_the_model_is_refused() -> None:

@@ -20,7 +20,7 @@ def gradients(model: EflaForCausalLM, ids: torch.Tensor, **options: object) -> t
     model.zero_grad()
     loss = model(ids, targets=ids.roll(-1, 1), **options).loss
     loss.backward()
-    return float(loss), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return loss.item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("mixer", MODELS)
