@@ -122,12 +122,20 @@ def counting_tokens(folder: Path, num_tokens: int, document: int = 10, vocab_siz
     return TokenFile.open(folder)
 
 
-def stream(manifest: Manifest, folder: Path, split: str = "train") -> list[int]:
-    """All ids of a split."""
-    assert split in manifest.splits
-    return TokenFile.open(folder, split, verify=True).tokens.tolist()
-
-
 def load(folder: Path) -> Tokenizer:
     """The tokenizer of a folder, as the library has it."""
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def fingerprints(manifest: Manifest) -> dict[str, str]:
+    return {name: split.fingerprint for name, split in manifest.splits.items()}
+
+
+def documents(folder: Path, split: str) -> list[str]:
+    file = TokenFile.open(folder, split, verify=True)
+    tokenizer = load(file.tokenizer_dir)
+    return [tokenizer.decode(file.document(n).tolist()) for n in range(file.num_documents)]

@@ -1,0 +1,156 @@
+"""Preparation that is interrupted, disturbed or run twice at once: nothing is lost, repeated or mixed up."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from efla_data import sources, workers
+from efla_data.errors import DataError
+from efla_data.prepare import prepare
+from efla_data.progress import Progress, Watcher
+from efla_data.recipe import Recipe
+
+from tests.data.material import contents, fingerprints, jsonl, many_texts
+
+
+def run_killed_after(recipe: Recipe, out: Path, units: int, unit_bytes: int) -> None:
+    """`prepare` with 2 processes in a process of its own, killed when so many units are finished."""
+    code = (
+        "import json, sys\n"
+        "from efla_data import sources\n"
+        "from efla_data.prepare import prepare\n"
+        "from efla_data.recipe import Recipe\n"
+        f"sources.SMALLEST_UNIT = {unit_bytes}\n"
+        f"prepare(Recipe(**json.loads(sys.argv[1])), sys.argv[2], processes=2)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, json.dumps(recipe.to_dict()), str(out)])
+    try:
+        partial = out.with_name(out.name + ".partial")
+        deadline = time.monotonic() + 60
+        while len(list((partial / "units").glob("??????.json"))) < units:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.002)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.timeout(180)
+def test_killed_run_goes_on_where_it_was(corpus: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "SMALLEST_UNIT", 20_000)
+    folder = Path(corpus.sources[0])
+    for n in range(8):
+        (folder / f"more{n}.jsonl").write_bytes(jsonl(many_texts(2000, seed=10 + n)))
+    run_killed_after(corpus, tmp_path / "out", 3, sources.SMALLEST_UNIT)
+    assert not (tmp_path / "out").exists()
+    finished = sorted((tmp_path / "out.partial" / "units").glob("??????.json"))
+    times = {path: path.stat().st_mtime_ns for path in finished}
+    assert 3 <= len(finished) < len(sources.plan_units(corpus))
+    seen: list[Progress] = []
+    renewed: list[Path] = []
+
+    def show(progress: Progress) -> None:
+        seen.append(progress)
+        renewed.extend(path for path, then in times.items() if path.stat().st_mtime_ns != then)
+
+    resumed = prepare(corpus, tmp_path / "out", processes=1, show=show)
+    assert not renewed
+    assert not (tmp_path / "out.partial").exists()
+    assert seen[-1].units <= len(sources.plan_units(corpus)) - len(finished)
+    assert seen[-1].fraction == 1
+    straight = prepare(corpus, tmp_path / "straight", processes=1)
+    assert fingerprints(resumed) == fingerprints(straight)
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+def test_what_another_plan_left_is_not_used(corpus: Recipe, tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    (partial / "units").mkdir(parents=True)
+    (partial / "plan.json").write_text("{}")
+    (partial / "tokenizer_info.json").write_text("{}")
+    (partial / "units" / "000000.json").write_text("{}")
+    assert fingerprints(prepare(corpus, tmp_path / "out", processes=1)) == fingerprints(
+        prepare(corpus, tmp_path / "clean", processes=1)
+    )
+
+
+def test_a_partial_folder_of_something_else_is_left_alone(corpus: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.txt").write_text("half of it")
+    with pytest.raises(DataError, match="was not left by an earlier run"):
+        prepare(corpus, tmp_path / "out")
+    assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "half of it"
+
+
+def test_half_written_units_are_removed(corpus: Recipe, tmp_path: Path) -> None:
+    """A unit counts when its JSON is there, and what a killed worker was writing does not stay on the disk."""
+    broken = Recipe(**{**corpus.to_dict(), "sources": [*corpus.sources, str(tmp_path / "bad.jsonl.gz")]})
+    (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(jsonl(many_texts(200, seed=9)))[:-9])
+    for _ in range(2):
+        with pytest.raises(DataError, match="truncated"):
+            prepare(broken, tmp_path / "out", processes=1)
+    left = [path.name.split(".")[1] for path in (tmp_path / "out.partial" / "units").iterdir()]
+    assert sum(name.isdigit() for name in left) == 4  # of the last attempt: two files for each of two splits
+
+
+def test_two_at_once_in_one_folder_are_refused(corpus: Recipe, tmp_path: Path) -> None:
+    import fcntl
+
+    (tmp_path / "out.partial").mkdir()
+    with open(tmp_path / "out.partial" / "lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="another process is preparing"):
+            prepare(corpus, tmp_path / "out")
+    prepare(corpus, tmp_path / "out", processes=1)
+
+
+@pytest.mark.timeout(120)
+def test_error_in_a_worker_names_its_file_and_keeps_what_is_finished(corpus: Recipe, tmp_path: Path) -> None:
+    path = Path(corpus.sources[0]) / "3.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-9])
+    for processes in (1, 2):
+        with pytest.raises(DataError, match=r"3\.jsonl\.gz: truncated or damaged gz file"):
+            prepare(corpus, tmp_path / "out", processes=processes)
+        assert not (tmp_path / "out").exists()
+        assert list((tmp_path / "out.partial" / "units").glob("*.json"))
+
+
+@pytest.mark.timeout(120)
+def test_death_of_a_worker_is_told(corpus: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = workers.Worker.__init__
+
+    def start_and_die(self: workers.Worker, folder: Path) -> None:
+        start(self, folder)
+        self.process.kill()
+
+    monkeypatch.setattr(workers.Worker, "__init__", start_and_die)
+    with pytest.raises(DataError, match=r"a worker ended with exit code -9 \(killed, perhaps for want of memory"):
+        prepare(corpus, tmp_path / "out", processes=2)
+
+
+def test_progress_estimates() -> None:
+    """Half of the text read is about half of the time, before any large unit ends and after a resume."""
+    seen: list[Progress] = []
+    watcher = Watcher([10, 90, 100, 500], None, seen.append, interval=0)
+    watcher.skip(3, 1)
+    watcher.report(20, 5)
+    assert seen[-1].fraction == 0 and seen[-1].seconds_left is None
+    watcher.finish(0, 20)  # 2 bytes of text per byte on disk: 400 in all
+    watcher.report(180, 45)
+    assert seen[-1].fraction == pytest.approx(0.5)
+    assert (seen[-1].units_done, seen[-1].units, seen[-1].text_bytes, seen[-1].tokens) == (1, 3, 200, 50)
+    watcher.report(10_000, 1)
+    assert seen[-1].fraction == 0.99  # an estimate never claims to be the end
+    watcher.finish(1, 180)
+    watcher.finish(2, 10_000)
+    assert seen[-1].fraction == 1 and seen[-1].seconds_left == 0
+    budget = Watcher([1000, 1000], 100, seen.append, interval=0)
+    budget.report(500, 25)
+    assert seen[-1].fraction == pytest.approx(0.25)
