@@ -1,5 +1,6 @@
 """Ops of EFLA, Gated EFLA, DeltaNet, Gated DeltaNet and Mamba-2; the derivation is in kernels/README.md."""
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 from efla_kernels import chunked as _chunked
@@ -19,6 +20,10 @@ from efla_kernels.ops import delta_rule, deltanet, efla, gated_deltanet, gated_e
 
 register_backend("torch", SimpleNamespace(delta_rule=_chunked.delta_rule, ssd=_chunked.ssd))
 register_backend("reference", SimpleNamespace(delta_rule=_reference.delta_rule, ssd=_reference.ssd))
+if find_spec("triton") is not None:  # Linux only
+    from efla_kernels.triton import ops as _triton
+
+    register_backend("triton", _triton)
 
 __all__ = [
     "available_backends",

@@ -1,0 +1,219 @@
+"""The delta rule on Triton as torch.library ops (fake tensors and autograd included), and the backend "triton"."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from efla_kernels.checks import segment_offsets
+from efla_kernels.triton import launch
+from efla_kernels.triton.launch import MODES, Problem, Saved
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDEST = 256
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU, in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _problem(
+    q: Tensor, v: Tensor, decay: bool, cu_seqlens: Tensor | None, mode: int, scale: float, segments: int
+) -> Problem:
+    B, T, H, K = q.shape
+    return Problem(
+        batch=B, tokens=T, heads=H, key_width=K, value_width=v.shape[3],
+        sequences=B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        dtype=q.dtype, mode=mode, decays=decay, packed=cu_seqlens is not None, scale=scale, segments=segments,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("efla_kernels::delta_forward", mutates_args=())
+def delta_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    write: Tensor | None,
+    decay: Tensor | None,
+    initial: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mode: int,
+    scale: float,
+    segments: int,
+    output_final: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(o, final state, *Saved); see `launch.forward`."""
+    problem = _problem(q, v, decay is not None, cu_seqlens, mode, scale, segments)
+    o, final, saved = launch.forward(problem, q, k, v, gate, write, decay, initial, cu_seqlens, output_final, keep)
+    return o, final, *saved
+
+
+@delta_forward.register_fake
+def _(q, k, v, gate, write, decay, initial, cu_seqlens, mode, scale, segments, output_final, keep):
+    p = _problem(q, v, decay is not None, cu_seqlens, mode, scale, segments)
+    fp32 = {"dtype": torch.float32}
+    operand = {"dtype": p.operand}
+    C, slots = launch.CHUNK, (p.chunks, p.heads)
+    return (
+        v.new_empty(v.shape),
+        q.new_empty(p.state_shape(p.sequences) if output_final else (0,), **fp32),
+        q.new_empty((*slots, C, C), **operand),
+        q.new_empty((*slots, C, C), **operand),
+        q.new_empty((*slots, p.columns, C), **fp32),
+        q.new_empty(p.state_shape(p.chunks) if keep else (0,), **operand),
+        q.new_empty((*slots, C, p.value_width) if keep else (0,), **operand),
+        q.new_empty((p.sequences, segments, p.heads, p.key_width, p.key_width) if segments > 1 else (0,), **fp32),
+    )
+
+
+@torch.library.custom_op("efla_kernels::delta_backward", mutates_args=())
+def delta_backward(
+    do: Tensor,
+    d_final: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    write: Tensor | None,
+    decay: Tensor | None,
+    initial: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: list[Tensor],
+    mode: int,
+    scale: float,
+    segments: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, d_gate, d_write, d_decay, d_initial); see `launch.backward`."""
+    problem = _problem(q, v, decay is not None, cu_seqlens, mode, scale, segments)
+    need_initial = initial is not None
+    return launch.backward(problem, Saved(*saved), do, d_final, q, k, v, gate, write, decay, cu_seqlens, need_initial)
+
+
+@delta_backward.register_fake
+def _(do, d_final, q, k, v, gate, write, decay, initial, cu_seqlens, saved, mode, scale, segments):
+    p = _problem(q, v, decay is not None, cu_seqlens, mode, scale, segments)
+    fp32 = {"dtype": torch.float32}
+    return (
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        gate.new_empty(gate.shape, **fp32),
+        gate.new_empty(gate.shape if write is not None else (0,), **fp32),
+        gate.new_empty(gate.shape if decay is not None else (0,), **fp32),
+        q.new_empty(p.state_shape(p.sequences) if initial is not None else (0,), **fp32),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, gate, write, decay, initial, cu_seqlens, mode, scale, segments, _, keep = inputs
+    ctx.set_materialize_grads(False)
+    if not keep:
+        raise RuntimeError("delta_forward ran without keep=True but a gradient is wanted")
+    ctx.save_for_backward(q, k, v, gate, write, decay, initial, cu_seqlens, *output[2:])
+    ctx.options = (mode, scale, segments)
+
+
+def _gradient(ctx: Any, do: Tensor | None, d_final: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, gate, write, decay, initial, cu_seqlens, *saved = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(v)
+    dq, dk, dv, d_gate, d_write, d_decay, d_initial = delta_backward(
+        do, d_final, q, k, v, gate, write, decay, initial, cu_seqlens, saved, *ctx.options
+    )
+    return (
+        dq,
+        dk,
+        dv,
+        d_gate.to(gate.dtype),
+        None if write is None else d_write.to(write.dtype),
+        None if decay is None else d_decay.to(decay.dtype),
+        None if initial is None else d_initial.to(initial.dtype),
+        *(None,) * 6,
+    )
+
+
+delta_forward.register_autograd(_gradient, setup_context=_setup)
+
+
+def _run(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    write: Tensor | None,
+    decay: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    B, T, H, K = q.shape
+    V = v.shape[3]
+    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in DTYPES:
+        raise ValueError(
+            f"backend triton: expected q, k, v of one type among {DTYPES}, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if max(K, V) > WIDEST:
+        raise ValueError(f"backend triton: expected head widths up to {WIDEST}, got K={K}, V={V}; use backend=torch")
+    if not (q.is_cuda or interpreted()):
+        raise ValueError(
+            f"backend triton: expected CUDA tensors, got {q.device}; use backend=torch (or TRITON_INTERPRET=1)"
+        )
+    if B * T * H == 0:
+        return _empty(q, v, initial_state, output_final_state, cu_seqlens)
+    if cu_seqlens is not None and not q.is_cuda:
+        segment_offsets(cu_seqlens, T)  # on a GPU this check would make the host wait
+    segments = 1
+    if cu_seqlens is None:
+        processors = _processors(q.get_device()) if q.is_cuda else 132
+        columns = launch.choose(K, V, q.dtype).scan.columns
+        segments = launch.split_segments(B, T, H, V, columns, processors)
+    inputs = (q, k, v, gate, write, decay, initial_state)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    initial = None if initial_state is None else initial_state.float().contiguous()
+    o, final, *_ = delta_forward(
+        q, k, v, gate, write, decay, initial, cu_seqlens, MODES[op], scale, segments, output_final_state, keep
+    )
+    return o, final if output_final_state else None
+
+
+def _empty(
+    q: Tensor, v: Tensor, initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """No tokens: every state stays what it was."""
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = (
+        q.new_zeros(N, q.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+        if initial_state is None
+        else initial_state
+    )
+    return v.new_zeros(v.shape), state.float() if output_final_state else None
+
+
+def delta_rule(q, k, v, erase, write, log_decay, *, scale, initial_state, output_final_state, cu_seqlens):
+    """The delta rule with coefficients as given; arguments and results as `efla_kernels.delta_rule`."""
+    return _run("delta_rule", q, k, v, erase, write, log_decay, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def _fused(op: str) -> Any:
+    def run(q, k, v, beta_logit, log_g=None, *, scale, initial_state, output_final_state, cu_seqlens):
+        return _run(op, q, k, v, beta_logit, None, log_g, scale, initial_state, output_final_state, cu_seqlens)
+
+    run.__name__, run.__doc__ = op, f"`efla_kernels.{op}` with norms and coefficients fused into the kernels."
+    return run
+
+
+deltanet, efla, gated_deltanet, gated_efla = map(_fused, ("deltanet", "efla", "gated_deltanet", "gated_efla"))

@@ -1,0 +1,107 @@
+"""Kernel 2, serial over the chunks of a sequence, parallel over heads and columns of v: states and outputs.
+
+With S the state before the chunk and T, P, e, w, r, b from the first kernel:
+
+    R = w V - e exp(b) K S        X = T R        O = r exp(b) Q S + P X        S' = exp(b_C) S + (exp(b_C - b) K)^T X
+
+Saves S (before each chunk) and X for the backward pass where asked.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from efla_kernels.triton.tiles import CHUNK, load_rows, load_state, scan_place, sequence_span, store_rows, store_state
+
+
+@triton.jit
+def scan_kernel(
+    q,
+    k,
+    v,
+    inverse,
+    scores,
+    table,
+    initial,  # [N, segments, H, K, V] fp32, or unused
+    cu_seqlens,
+    first_chunk,
+    o,  # out [B, T, H, V]
+    final,  # out [N, H, K, V] fp32, or unused
+    states,  # out [chunks, H, K, V], or unused
+    solved,  # out X [chunks, H, C, V], or unused
+    T,
+    chunks_per_segment,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    DECAYS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    FINAL: tl.constexpr,
+    SAVE: tl.constexpr,
+    PACKED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    n, segment, h, column0 = scan_place(H, V, BV, SEGMENTS)
+    first, length, chunk0 = sequence_span(n, T, cu_seqlens, first_chunk, PACKED)
+    rows = tl.arange(0, CHUNK)
+    COLUMNS: tl.constexpr = 4 if DECAYS else 3
+
+    S = tl.zeros([BK, BV], tl.float32)
+    if INITIAL:
+        S = load_state(initial + ((n * SEGMENTS + segment) * H + h).to(tl.int64) * K * V, K, V, BK, BV, column0)
+    chunks = tl.cdiv(length, CHUNK)
+    start = segment * chunks_per_segment
+    if SEGMENTS > 1:
+        chunks = tl.minimum(chunks, start + chunks_per_segment)
+    for c in tl.range(start, chunks, num_stages=STAGES):
+        token = first + c * CHUNK
+        left = length - c * CHUNK
+        slot = (chunk0 + c) * H + h
+        query = load_rows(q + token * q_token + h * q_head, q_token, left, K, BK, 0, DTYPE)
+        key = load_rows(k + token * k_token + h * k_head, k_token, left, K, BK, 0, DTYPE)
+        value = load_rows(v + token * v_token + h * v_head, v_token, left, V, BV, column0, tl.float32)
+        tile = slot * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :]
+        Tm = tl.load(inverse + tile)
+        P = tl.load(scores + tile)
+        row = table + slot * COLUMNS * CHUNK + rows
+        e = tl.load(row)
+        w = tl.load(row + CHUNK)
+        r = tl.load(row + 2 * CHUNK)
+
+        Sd = S.to(DTYPE)
+        if SAVE:
+            store_state(states + slot * K * V, K, V, BK, BV, column0, Sd)
+        erased = tl.dot(key, Sd, input_precision=PRECISION)
+        read = tl.dot(query, Sd, input_precision=PRECISION)
+        if DECAYS:
+            b = tl.load(row + 3 * CHUNK)
+            b_end = tl.min(b, 0)  # b never grows, so its last entry is its least
+            keep = tl.exp(b)
+            e *= keep
+            r *= keep
+            S *= tl.exp(b_end)
+        R = w[:, None] * value - e[:, None] * erased
+        X = tl.dot(Tm, R.to(DTYPE), input_precision=PRECISION)
+        Xd = X.to(DTYPE)
+        out = r[:, None] * read + tl.dot(P, Xd, input_precision=PRECISION)
+        if SAVE:
+            store_rows(solved + slot * CHUNK * V, V, CHUNK, V, BV, column0, Xd)
+        if DECAYS:
+            Xd = (X * tl.exp(b_end - b)[:, None]).to(DTYPE)
+        S += tl.dot(tl.trans(key), Xd, input_precision=PRECISION)
+        store_rows(o + (token * H + h) * V, H * V, left, V, BV, column0, out)
+    # an empty sequence has one segment and hands its initial state on
+    if FINAL and start + chunks_per_segment >= tl.cdiv(length, CHUNK):
+        store_state(final + (n * H + h).to(tl.int64) * K * V, K, V, BK, BV, column0, S)

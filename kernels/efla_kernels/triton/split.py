@@ -1,0 +1,117 @@
+"""Kernels that cut one long sequence into segments which run side by side.
+
+A segment maps its first state to its last by S' = M S + N, with M [K, K] the product of its tokens' transitions and N
+the state that it builds from zeros. Both come from the state part of the scan (started from the identity without v, and
+from zeros with v); a short serial pass over the segments then gives each one's first state, from which all run at once:
+
+    S_{s+1} = M_s S_s + N_s              backward: dS_s = M_s^T dS_{s+1} + L_s
+
+L_s is the gradient that segment s sends to its first state when its last state's gradient is zero.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from efla_kernels.triton.tiles import CHUNK, load_rows, load_state, scan_place, sequence_span, store_state
+
+
+@triton.jit
+def transition_kernel(
+    k,
+    v,
+    inverse,
+    table,
+    cu_seqlens,
+    first_chunk,
+    transitions,  # out M [N, segments, H, K, K] fp32
+    built,  # out N [N, segments, H, K, V] fp32
+    T,
+    chunks_per_segment,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    DECAYS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    n, segment, h, place = scan_place(H, V_BLOCKS * BV + K, BV, SEGMENTS)
+    first, length, chunk0 = sequence_span(n, T, cu_seqlens, first_chunk, False)
+    rows = tl.arange(0, CHUNK)
+    COLUMNS: tl.constexpr = 4 if DECAYS else 3
+    of_state = place >= V_BLOCKS * BV  # these programs carry columns of M, the others columns of N
+    column0 = tl.where(of_state, place - V_BLOCKS * BV, place)
+
+    diagonal = tl.arange(0, BK)[:, None] == column0 + tl.arange(0, BV)[None, :]
+    S = tl.where(of_state & diagonal, 1.0, 0.0)
+    start = segment * chunks_per_segment
+    end = tl.minimum(tl.cdiv(length, CHUNK), start + chunks_per_segment)
+    for c in tl.range(start, end, num_stages=STAGES):
+        token = first + c * CHUNK
+        left = length - c * CHUNK
+        slot = (chunk0 + c) * H + h
+        key = load_rows(k + token * k_token + h * k_head, k_token, left, K, BK, 0, DTYPE)
+        no_value = tl.where(of_state, 0, left)
+        value = load_rows(v + token * v_token + h * v_head, v_token, no_value, V, BV, column0, tl.float32)
+        Tm = tl.load(inverse + slot * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :])
+        e = tl.load(table + slot * COLUMNS * CHUNK + rows)
+        w = tl.load(table + slot * COLUMNS * CHUNK + CHUNK + rows)
+        erased = tl.dot(key, S.to(DTYPE), input_precision=PRECISION)
+        if DECAYS:
+            b = tl.load(table + slot * COLUMNS * CHUNK + 3 * CHUNK + rows)
+            b_end = tl.min(b, 0)
+            erased *= tl.exp(b)[:, None]
+            S *= tl.exp(b_end)
+        X = tl.dot(Tm, (w[:, None] * value - e[:, None] * erased).to(DTYPE), input_precision=PRECISION)
+        if DECAYS:
+            X *= tl.exp(b_end - b)[:, None]
+        S += tl.dot(tl.trans(key), X.to(DTYPE), input_precision=PRECISION)
+    at = ((n * SEGMENTS + segment) * H + h).to(tl.int64)
+    if of_state:
+        store_state(transitions + at * K * K, K, K, BK, BV, column0, S)
+    else:
+        store_state(built + at * K * V, K, V, BK, BV, column0, S)
+
+
+@triton.jit
+def merge_kernel(
+    transitions,  # M [N, segments, H, K, K] fp32
+    local,  # forward N, backward L [N, segments, H, K, V] fp32
+    outer,  # forward the initial state, backward the final state's gradient [N, H, K, V] fp32, or unused
+    carried,  # out [N, segments, H, K, V] fp32: forward each segment's first state, backward its last state's gradient
+    left_over,  # out [N, H, K, V] fp32, backward only: the gradient of the initial state, or unused
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    REVERSE: tl.constexpr,
+    OUTER: tl.constexpr,
+    LEFT_OVER: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    n, _, h, column0 = scan_place(H, V, BV, 1)
+    S = tl.zeros([BK, BV], tl.float32)
+    if OUTER:
+        S = load_state(outer + (n * H + h).to(tl.int64) * K * V, K, V, BK, BV, column0)
+    for step in range(SEGMENTS):
+        segment = SEGMENTS - 1 - step if REVERSE else step
+        at = ((n * SEGMENTS + segment) * H + h).to(tl.int64)
+        store_state(carried + at * K * V, K, V, BK, BV, column0, S)
+        M = load_state(transitions + at * K * K, K, K, BK, BK, 0)
+        if REVERSE:
+            M = tl.trans(M)
+        S = load_state(local + at * K * V, K, V, BK, BV, column0) + tl.dot(M, S, input_precision=PRECISION)
+    if LEFT_OVER:
+        store_state(left_over + (n * H + h).to(tl.int64) * K * V, K, V, BK, BV, column0, S)

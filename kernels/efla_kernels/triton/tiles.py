@@ -1,0 +1,99 @@
+"""Where a program's chunk lies: the same arithmetic for equal rows and for packed segments.
+
+Chunks are numbered through: chunk m of the whole launch has its slot in every buffer of chunk data ([chunks, H, ...]).
+Equal rows: row b's chunk c is m = b * ceil(T / C) + c. Packed: sequence n's chunks start at first_chunk[n], and
+chunk_sequence[m] names the sequence of chunk m (-1 for slots that no chunk uses: their number is an upper bound, so
+that nobody waits for the device to count them).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(64)
+
+
+@triton.jit
+def sequence_span(n, T, cu_seqlens, first_chunk, PACKED: tl.constexpr):
+    """(first token, length, first chunk) of sequence n; tokens counted through the whole [B*T] rows."""
+    if PACKED:
+        first = tl.load(cu_seqlens + n).to(tl.int64)
+        last = tl.load(cu_seqlens + n + 1).to(tl.int64)
+        return first, (last - first).to(tl.int32), tl.load(first_chunk + n).to(tl.int64)
+    else:
+        n64 = n.to(tl.int64)
+        return n64 * T, T, n64 * tl.cdiv(T, CHUNK)
+
+
+@triton.jit
+def scan_place(H: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr):
+    """(sequence, segment, head, first column) of a scan's program; neighbours share a head's q and k."""
+    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    place = tl.program_id(0)
+    row = place // blocks
+    return row // (H * SEGMENTS), row // H % SEGMENTS, row % H, place % blocks * BLOCK
+
+
+@triton.jit
+def chunk_span(m, T, cu_seqlens, first_chunk, chunk_sequence, PACKED: tl.constexpr):
+    """(first token of the chunk, tokens left in its sequence from there, whether the slot is used)."""
+    if PACKED:
+        n = tl.load(chunk_sequence + m)
+        used = n >= 0
+        safe = tl.maximum(n, 0)
+        first, length, chunk0 = sequence_span(safe, T, cu_seqlens, first_chunk, PACKED)
+        c = m - chunk0
+        return first + c * CHUNK, length - (c * CHUNK).to(tl.int32), used
+    else:
+        per_row = tl.cdiv(T, CHUNK)
+        b = m // per_row
+        c = m % per_row
+        return b.to(tl.int64) * T + c * CHUNK, T - c * CHUNK, True
+
+
+@triton.jit
+def load_rows(base, stride, left, WIDTH: tl.constexpr, BLOCK: tl.constexpr, column0, dtype: tl.constexpr):
+    """Rows 0..C-1 (zeros from `left` on) and columns column0..column0+BLOCK-1 (zeros from WIDTH on) at `base`."""
+    rows = tl.arange(0, CHUNK)
+    columns = column0 + tl.arange(0, BLOCK)
+    pointers = base + rows[:, None] * stride + columns[None, :]
+    mask = rows[:, None] < left
+    if WIDTH % BLOCK != 0:
+        mask = mask & (columns[None, :] < WIDTH)
+    return tl.load(pointers, mask=mask, other=0.0).to(dtype)
+
+
+@triton.jit
+def store_rows(base, stride, left, WIDTH: tl.constexpr, BLOCK: tl.constexpr, column0, value):
+    """The counterpart of `load_rows`."""
+    rows = tl.arange(0, CHUNK)
+    columns = column0 + tl.arange(0, BLOCK)
+    mask = rows[:, None] < left
+    if WIDTH % BLOCK != 0:
+        mask = mask & (columns[None, :] < WIDTH)
+    tl.store(base + rows[:, None] * stride + columns[None, :], value.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_state(base, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, column0):
+    """A [BK, BV] block of a state [K, V] stored row by row."""
+    rows = tl.arange(0, BK)
+    columns = column0 + tl.arange(0, BV)
+    pointers = base + rows[:, None] * V + columns[None, :]
+    if K % BK == 0 and V % BV == 0:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(rows[:, None] < K) & (columns[None, :] < V), other=0.0)
+
+
+@triton.jit
+def store_state(base, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, column0, value):
+    """The counterpart of `load_state`."""
+    rows = tl.arange(0, BK)
+    columns = column0 + tl.arange(0, BV)
+    pointers = base + rows[:, None] * V + columns[None, :]
+    value = value.to(base.dtype.element_ty)
+    if K % BK == 0 and V % BV == 0:
+        tl.store(pointers, value)
+    else:
+        tl.store(pointers, value, mask=(rows[:, None] < K) & (columns[None, :] < V))
