@@ -1,4 +1,10 @@
-"""The language model: embedding, blocks of RMSNorm - mixer - RMSNorm - SwiGLU, norm, head."""
+"""The language model: embedding, blocks of RMSNorm - mixer - RMSNorm - SwiGLU, norm, head.
+
+Dtypes: all parameters of a model have one dtype (so FSDP2 can group them): fp32 for training, where sharding casts to
+bf16 for compute, or what `from_pretrained(dtype=...)` asks for. Activations follow it. Whatever it is, these are fp32:
+recurrent states, beta, |k|^2 and the coefficients made of them, decays (from A_log and dt_bias), Mamba-2's steps, the
+statistics of norms, rotary angles, and the loss.
+"""
 
 from __future__ import annotations
 
