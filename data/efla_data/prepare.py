@@ -193,7 +193,7 @@ def _enter_tokenizer(partial: Path, recipe: Recipe, units: list[list[Piece]]) ->
     else:
         tokenizer = find_tokenizer(recipe.tokenizer)
     info = describe_tokenizer(tokenizer, recipe.bos)
-    save_tokenizer(tokenizer, partial / TOKENIZER)
+    save_tokenizer(tokenizer, partial / TOKENIZER, info.add_bos)
     _write(partial / INFO, json.dumps(dataclasses.asdict(info)))
     return info
 

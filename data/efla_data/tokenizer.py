@@ -1,8 +1,10 @@
-"""Find, train and keep a tokenizer. What is kept is the very `tokenizer.json` that made the ids.
+"""Find, train and keep a tokenizer. What is kept gives the ids that training saw, the start token included.
 
 A kept tokenizer is a folder of `tokenizer.json` and `tokenizer_config.json` that `AutoTokenizer.from_pretrained`
 loads as a plain fast tokenizer. The class that the source names is left behind on purpose: some classes rebuild
-their own rules on loading and give other ids than the file.
+their own rules on loading and give other ids than the file. So is the source's template of special tokens: the kept
+tokenizer puts BOS before a text if training did (`data.bos=true`), and otherwise neither adds nor names one, so that
+whoever loads it (lm-eval, generate) takes EOS, which stood before every document of training, as the start.
 """
 
 from __future__ import annotations
@@ -116,22 +118,46 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> LoadedTokenizer:
     return LoadedTokenizer("train", backend, {"bos_token": BOS, "eos_token": EOS})
 
 
-def save_tokenizer(tokenizer: LoadedTokenizer, folder: Path) -> None:
-    """Keep a tokenizer for training exports and evaluation."""
+def save_tokenizer(tokenizer: LoadedTokenizer, folder: Path, add_bos: bool) -> None:
+    """Keep a tokenizer for training exports and evaluation: its own call puts BOS first if `add_bos`, else nothing."""
     folder.mkdir(parents=True, exist_ok=True)
+    special = {name: token for name, token in tokenizer.special.items() if add_bos or name != "bos_token"}
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **tokenizer.special,
+        **special,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     temporary = folder / "tokenizer.json.tmp"
-    temporary.write_text(tokenizer.backend.to_str(pretty=True), encoding="utf-8")
+    rules: dict[str, Any] = json.loads(tokenizer.backend.to_str())
+    rules["post_processor"] = _start_rule(rules["post_processor"], tokenizer, add_bos)
+    temporary.write_text(json.dumps(rules, indent=2, ensure_ascii=False), encoding="utf-8")
     os.replace(temporary, folder / "tokenizer.json")
 
 
+def _start_rule(given: dict[str, Any] | None, tokenizer: LoadedTokenizer, add_bos: bool) -> dict[str, Any] | None:
+    """The post-processor that adds BOS or nothing; of the `given` one only what concerns offsets stays."""
+    steps = given.get("processors", [given]) if given else []
+    steps = [step for step in steps if step["type"] == "ByteLevel"]
+    if add_bos:
+        bos = tokenizer.special["bos_token"]
+        start: list[dict[str, Any]] = [
+            {"SpecialToken": {"id": bos, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ]
+        steps.append(
+            {
+                "type": "TemplateProcessing",
+                "single": start,
+                "pair": [*start, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {bos: {"id": bos, "ids": [tokenizer.backend.token_to_id(bos)], "tokens": [bos]}},
+            }
+        )
+    return {"type": "Sequence", "processors": steps} if len(steps) > 1 else steps[0] if steps else None
+
+
 def tokenizer_sha256(tokenizer: LoadedTokenizer) -> str:
-    """Hash of the `tokenizer.json` that `save_tokenizer` writes."""
+    """Hash of the rules as they were found or trained (`save_tokenizer` sets the start token of the kept copy)."""
     return hashlib.sha256(tokenizer.backend.to_str(pretty=True).encode()).hexdigest()
 
 

@@ -4,6 +4,9 @@ Two questions are kept apart. Does a text open with BOS (`bos`)? And which token
 before it, so that its first token can be scored at all (`prefix`): rolling perplexity and empty contexts need one.
 With `auto` for both, ids equal those of lm-eval's stock `hf` model, but for one fault of it: with a tokenizer that adds
 BOS by itself the stock model sends BOS twice in rolling tasks. Here it is sent once.
+
+The tokenizer of our runs and exports says what training did: with data.bos=false it neither adds nor names a BOS, so
+`auto` is no BOS and the prefix is EOS, which stood before each document of the stream; with data.bos=true both are BOS.
 """
 
 from __future__ import annotations

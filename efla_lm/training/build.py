@@ -6,7 +6,7 @@ import shutil
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from efla_data.loader import SequentialLoader, WindowLoader
@@ -20,6 +20,9 @@ from efla_lm.settings import TrainSettings
 from efla_lm.training.budget import Budget
 from efla_lm.training.checkpoint import check_identity, checkpoints_in, fault_in, find_checkpoint, read_meta
 from efla_lm.training.distributed import World, shard_model
+
+if TYPE_CHECKING:
+    from efla_lm.evaluation.live import LiveEvaluation
 
 # Fields of the config that may differ between launches of one run: how it is computed, not what.
 FREE_FIELDS = {"backend", "initializer_range", "max_position_embeddings"}
@@ -46,7 +49,9 @@ def build_config(settings: TrainSettings, data: TokenFile) -> EflaConfig:
         fields["vocab_size"] = data.vocab_size
     tokenizer = data.manifest.tokenizer
     try:
-        config = EflaConfig(**fields, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+        # What stood before a document in training: generate() without a prompt begins with it.
+        start = tokenizer.bos_id if tokenizer.add_bos else tokenizer.eos_id
+        config = EflaConfig(**fields, bos_token_id=start, eos_token_id=tokenizer.eos_id)
     except ValueError as error:
         raise UserError(f"model: {error}") from error
     data.check_vocabulary(config.vocab_size)
@@ -90,6 +95,21 @@ def build_loaders(
     if heldout is None:
         return train, None
     return train, SequentialLoader(heldout, budget.context, budget.micro_batch, world.rank, world.size, masked)
+
+
+def live_evaluation(
+    settings: TrainSettings, model: EflaForCausalLM, tokens: TokenFile, budget: Budget, world: World
+) -> LiveEvaluation | None:
+    """The tasks that are evaluated during training, or None without eval.every. Raises UserError for one that cannot
+    be had."""
+    if settings.eval.every is None:
+        return None
+    from efla_lm.evaluation.live import LiveEvaluation  # lm-eval takes seconds to import
+
+    micro_tokens = budget.micro_batch * budget.context
+    return LiveEvaluation(
+        model, world, settings.eval, tokens.tokenizer_dir, Path(settings.data.dir), budget.context, micro_tokens
+    )
 
 
 def identity(settings: TrainSettings, config: EflaConfig, data: TokenFile) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import pytest
 from efla_data.prepare import prepare
 from efla_data.recipe import Recipe
 from efla_data.token_file import TokenFile
+from efla_data.tokenizer import find_tokenizer, save_tokenizer
 
-from tests.data.material import BOS, EOS, SPACE, ids_of, sentencepiece_folder, sentencepiece_rules
+from tests.data.material import BOS, EOS, SPACE, ids_of, load, save_rules, sentencepiece_folder, sentencepiece_rules
 
 RULES = sentencepiece_rules()
 LONG = "the cat " * 500
@@ -96,27 +97,46 @@ def test_text_bytes_are_those_of_the_text(corpus: Path, tmp_path: Path) -> None:
     assert manifest.splits["train"].text_bytes == sum(len(text.encode()) for text in texts)
 
 
-def test_kept_tokenizer_is_the_one_that_made_the_ids(corpus: Path, tmp_path: Path) -> None:
-    """transformers loads it, gives the same ids and turns them back into the text."""
+@pytest.mark.parametrize("template", [False, True])
+@pytest.mark.parametrize("bos", [False, True])
+def test_kept_tokenizer_gives_the_ids_of_training(corpus: Path, tmp_path: Path, bos: bool, template: bool) -> None:
+    """transformers loads it, gives the same ids with the same start, whatever the source's template adds, and turns
+    them back into the text. Without BOS in training it names none: lm-eval then takes EOS as the token before a text.
+    """
     from transformers import AutoTokenizer
 
-    prepare(Recipe([str(corpus / "odd.jsonl")], tokenizer=str(corpus / "tokenizer")), tmp_path / "out", processes=1)
+    source = sentencepiece_folder(tmp_path / "source", template=template)
+    prepare(Recipe([str(corpus / "odd.jsonl")], tokenizer=str(source), bos=bos), tmp_path / "out", processes=1)
     file = TokenFile.open(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(file.tokenizer_dir)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS, EOS)
-    text = "the cat é 😀 at\n\n a"
-    assert tokenizer(text, add_special_tokens=False).input_ids == ids_of(
-        RULES,
-        SPACE + "the",
-        SPACE + "cat",
-        SPACE,
-        "é".encode(),
-        SPACE,
-        "😀".encode(),
-        SPACE + "a",
-        "t",
-        b"\n\n",
-        SPACE + "a",
-    )
-    assert tokenizer(text).input_ids[0] == BOS  # its template is as it was
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS if bos else None, EOS)
+    assert len(tokenizer) == len(RULES["model"]["vocab"])
+    texts = [json.loads(line)["text"] for line, ids in LINES if isinstance(ids, list) and b"</s>" not in line]
+    documents = [ids for ids in expected(bos) if ids.count(ids_of(RULES, "<")[0]) == 0]
+    assert [[*ids, EOS] for ids in tokenizer(texts).input_ids] == documents[: len(texts)]
+    assert tokenizer("the cat", "a").input_ids.count(BOS) == int(bos)
+    bare = ids_of(RULES, SPACE + "the", SPACE + "cat")
+    assert tokenizer("the cat", add_special_tokens=False).input_ids == bare
     assert tokenizer.decode(file.document(0), skip_special_tokens=True) == "the cat"
+
+
+def test_the_start_rule_replaces_every_kind_of_template(tmp_path: Path) -> None:
+    """BERT's and RoBERTa's rules and templates within a sequence add tokens as well; offsets' rules stay."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+    ends = {"sep": ["</s>", EOS], "cls": ["<s>", BOS]}
+    for given, kept in [
+        (RULES["post_processor"], None),
+        ({"type": "BertProcessing", **ends}, None),
+        ({"type": "RobertaProcessing", **ends, "trim_offsets": True, "add_prefix_space": False}, None),
+        ({"type": "Sequence", "processors": [byte_level, RULES["post_processor"]]}, byte_level),
+        (None, None),
+    ]:
+        save_rules(tmp_path / "source", {**RULES, "post_processor": given}, bos_token="<s>", eos_token="</s>")
+        loaded = find_tokenizer(str(tmp_path / "source"))
+        for bos in (False, True):
+            save_tokenizer(loaded, tmp_path / "kept", bos)
+            backend = load(tmp_path / "kept")
+            bare = backend.encode("the cat", add_special_tokens=False).ids
+            assert backend.encode("the cat").ids == ([BOS] if bos else []) + bare
+            if not bos:
+                assert json.loads(backend.to_str())["post_processor"] == kept

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from efla_data.prepare import prepare
+from efla_data.recipe import Recipe
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 
@@ -16,7 +19,15 @@ from efla_lm.evaluation.runner import load_tasks, run_tasks
 from efla_lm.evaluation.scoring import Scorer
 from efla_lm.evaluation.tasks import manager_for
 from efla_lm.evaluation.tokens import TokenPolicy
-from tests.evaluation.material import CONTEXT, PAPER, SPLITS, local_file, save_export, write_task_files
+from tests.evaluation.material import (
+    CONTEXT,
+    PAPER,
+    SPLITS,
+    local_file,
+    make_tokenizer,
+    save_export,
+    write_task_files,
+)
 
 PERPLEXITIES = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
 
@@ -96,6 +107,24 @@ def test_with_a_tokenizer_that_adds_bos_only_the_doubled_start_of_rolling_text_d
     assert_same_numbers(found, stock(export, data, tmp_path / "cache", others), others)
     plain = stock(export, data, tmp_path / "cache", ["wikitext"], add_bos_token=False)
     assert_same_numbers(found, plain, ["wikitext"])
+
+
+def test_an_export_of_training_without_bos_equals_the_stock_model_in_rolling_text_too(
+    data: Path, tmp_path: Path
+) -> None:
+    """Prepared with a tokenizer that adds BOS by itself and data.bos=false: nobody sends a BOS that training never saw,
+    and the token before a text is EOS for the stock model, for ours, and in the token file."""
+    make_tokenizer(True).save_pretrained(tmp_path / "source")
+    (tmp_path / "text.txt").write_text("stone light under winter")
+    recipe = Recipe([str(tmp_path / "text.txt")], tokenizer=str(tmp_path / "source"))
+    prepare(recipe, tmp_path / "tokens", processes=1)
+    export = save_export(tmp_path / "export", "efla")
+    shutil.copytree(tmp_path / "tokens" / "tokenizer", export, dirs_exist_ok=True)
+    names = ["wikitext", "lambada_openai", "piqa", "boolq"]
+    found = ours(export, data)
+    assert_same_numbers(found, stock(export, data, tmp_path / "cache", names), names)
+    policy = load_harness(export).policy
+    assert not policy.prepend_bos and policy.prefix_id == policy.eos_id == 1
 
 
 @pytest.mark.parametrize("bos", [False, True])
