@@ -99,8 +99,8 @@ def gradient_k_kernel(
             b = tl.load(row + 3 * CHUNK)
             b_end = tl.min(b, 0)
             # [j, i]: P_ij times its gradient; P holds r and Gamma, and zeros where j > i
-            tile = rows[None, :] * CHUNK + rows[:, None]
-            Z = N_t * tl.load(scores + slot * CHUNK * CHUNK + tile).to(tl.float32)
+            tile = rows[:, None] * CHUNK + rows[None, :]
+            Z = N_t * tl.trans(tl.load(scores + slot * CHUNK * CHUNK + tile)).to(tl.float32)
             d_b = tl.sum(Z, 0) - tl.sum(Z, 1)
             lower *= tl.exp(tl.where(below, b[:, None] - b[None, :], 0.0))
             gamma_t = tl.exp(tl.where(above, b[None, :] - b[:, None], 0.0))

@@ -63,12 +63,12 @@ def choose(K: int, V: int, dtype: torch.dtype) -> Choice:
     if K <= 128:
         return Choice(
             solve=Block(0, 4, 1),
-            scan=Block(64, 4, 2),
-            scan_backward=Block(64, 4, 2),
+            scan=Block(64, 4, 3),
+            scan_backward=Block(64, 4, 3),
             gradient_q=Block(64, 4, 1),
             gradient_k=Block(64, 4, 1),
-            transition=Block(64, 4, 2),
-            merge=Block(16, 8, 1),
+            transition=Block(64, 4, 3),
+            merge=Block(16, 8, 2),
         )
     return Choice(
         solve=Block(0, 8, 1),
@@ -148,17 +148,20 @@ class Problem:
         return {"V": self.value_width, "BV": max(16, min(block.columns, triton.next_power_of_2(self.value_width)))}
 
 
-def split_segments(sequences: int, tokens: int, heads: int, value_width: int, columns: int, processors: int) -> int:
+def split_segments(
+    sequences: int, tokens: int, heads: int, key_width: int, value_width: int, columns: int, processors: int
+) -> int:
     """How many segments each row is cut into: 1 where the scans' programs fill the device without it.
 
-    The first pass over the segments costs about as much as the scan itself, so a split pays when the programs are fewer
-    than a quarter of the multiprocessors; then two programs for each, and at least 4 chunks per segment.
+    A multiprocessor holds one program of the scan, so the cut that gives each of them one is the best. The first pass
+    over the segments costs about as much as the scan itself: below three segments nothing is won. At least 4 chunks
+    per segment.
     """
     chunks = -(-tokens // CHUNK)
     programs = sequences * heads * -(-value_width // columns)
-    if programs * 4 > processors or chunks < 16:
+    segments = min(processors // programs, chunks // 4)
+    if segments < 3 or key_width > 128:  # a wider transition does not fit a program of the merge
         return 1
-    segments = min(-(-2 * processors // programs), chunks // 4)
     per_segment = -(-chunks // segments)
     return -(-chunks // per_segment)
 
@@ -188,6 +191,22 @@ def _rows(x: Tensor) -> Tensor:
     B, T = x.shape[:2]
     fine = x.stride(3) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
     return x if fine else x.contiguous()
+
+
+def _tma(p: Problem, *tensors: Tensor) -> bool:
+    """Whether tensor descriptors can serve: 16-bit rows of 16-byte multiples, K a power of two (states in whole tiles).
+
+    Descriptors are made in the kernels, from memory that Triton asks for here; its allocator belongs to a thread, and
+    autograd's backward has one of its own.
+    """
+    if p.dtype == torch.float32 or p.key_width < 16 or p.key_width & (p.key_width - 1) or not tensors[0].is_cuda:
+        return False
+    for x in tensors:
+        if x.data_ptr() % 16 or x.shape[3] % 8 or x.stride(1) % 8 or x.stride(2) % 8:
+            return False
+    device = tensors[0].device
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device=device, dtype=torch.int8))
+    return True
 
 
 def forward(
@@ -233,7 +252,7 @@ def forward(
         q, k, v, inverse, scores, table, unused if initial is None else initial, packing.cu_seqlens,
         packing.first_chunk, o, final, states, solved, p.tokens, p.chunks_per_segment,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
-        SEGMENTS=p.segments, INITIAL=initial is not None, FINAL=output_final, SAVE=keep,
+        SEGMENTS=p.segments, INITIAL=initial is not None, FINAL=output_final, SAVE=keep, TMA=_tma(p, q, k, v),
         PACKED=p.packed, STAGES=block.stages, num_warps=block.warps, **width, **p.flags(),
     )  # fmt: skip
     return o, final, Saved(inverse, scores, table, states, solved, transitions)
@@ -259,7 +278,7 @@ def _first_states(
     transition_kernel[(p.sequences * p.segments * p.heads * blocks,)](
         k, v, inverse, table, packing.cu_seqlens, packing.first_chunk, transitions, built, p.tokens,
         p.chunks_per_segment, k.stride(1), k.stride(2), v.stride(1), v.stride(2),
-        SEGMENTS=p.segments, STAGES=block.stages, num_warps=block.warps, **width, **p.flags(),
+        SEGMENTS=p.segments, TMA=_tma(p, k, v), STAGES=block.stages, num_warps=block.warps, **width, **p.flags(),
     )  # fmt: skip
     return _merge(p, choice, transitions, built, initial, reverse=False, left_over=None), transitions
 
@@ -279,7 +298,8 @@ def _merge(
     merge_kernel[(p.sequences * p.heads * -(-p.value_width // width["BV"]),)](
         transitions, local, local if outer is None else outer, carried, local if left_over is None else left_over,
         SEGMENTS=p.segments, REVERSE=reverse, OUTER=outer is not None, LEFT_OVER=left_over is not None,
-        H=p.heads, K=p.key_width, BK=flags["BK"], PRECISION=flags["PRECISION"], num_warps=block.warps, **width,
+        H=p.heads, K=p.key_width, BK=flags["BK"], PRECISION=flags["PRECISION"], STAGES=block.stages,
+        num_warps=block.warps, **width,
     )  # fmt: skip
     return carried
 
@@ -325,13 +345,15 @@ def backward(
     width, block = p.width(choice.scan_backward), choice.scan_backward
     grid = (p.sequences * p.segments * p.heads * -(-p.value_width // width["BV"]),)
 
+    tma = _tma(p, q, k, do)
+
     def scan(d_end: Tensor | None, d_start: Tensor | None, store: bool) -> None:
         scan_backward_kernel[grid](
             q, k, do, saved.inverse, saved.scores, saved.table, unused if d_end is None else d_end,
             packing.cu_seqlens, packing.first_chunk, dv, unused if d_start is None else d_start, d_states, d_solved,
             p.tokens, p.chunks_per_segment, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
             SEGMENTS=p.segments, D_FINAL=d_end is not None, D_INITIAL=d_start is not None,
-            STORE=store, PACKED=p.packed, STAGES=block.stages, num_warps=block.warps, **width, **p.flags(),
+            STORE=store, PACKED=p.packed, TMA=tma, STAGES=block.stages, num_warps=block.warps, **width, **p.flags(),
         )  # fmt: skip
 
     if p.segments > 1:

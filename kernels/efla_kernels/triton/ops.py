@@ -180,7 +180,7 @@ def _run(
     if cu_seqlens is None:
         processors = _processors(q.get_device()) if q.is_cuda else 132
         columns = launch.choose(K, V, q.dtype).scan.columns
-        segments = launch.split_segments(B, T, H, V, columns, processors)
+        segments = launch.split_segments(B, T, H, K, V, columns, processors)
     inputs = (q, k, v, gate, write, decay, initial_state)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     initial = None if initial_state is None else initial_state.float().contiguous()

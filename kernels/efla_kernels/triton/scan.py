@@ -12,7 +12,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from efla_kernels.triton.tiles import CHUNK, load_rows, load_state, scan_place, sequence_span, store_rows, store_state
+from efla_kernels.triton.tiles import (
+    CHUNK,
+    load_state,
+    load_tile,
+    matrix,
+    scan_place,
+    sequence_span,
+    store_state,
+    store_tile,
+)
 
 
 @triton.jit
@@ -51,6 +60,7 @@ def scan_kernel(
     PACKED: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     n, segment, h, column0 = scan_place(H, V, BV, SEGMENTS)
@@ -65,24 +75,35 @@ def scan_kernel(
     start = segment * chunks_per_segment
     if SEGMENTS > 1:
         chunks = tl.minimum(chunks, start + chunks_per_segment)
+    slots = tl.cdiv(length, CHUNK) * H  # of this sequence, in the buffers of chunk data
+    q_rows = matrix(q + first * q_token + h * q_head, length, q_token, K, BK, TMA)
+    k_rows = matrix(k + first * k_token + h * k_head, length, k_token, K, BK, TMA)
+    v_rows = matrix(v + first * v_token + h * v_head, length, v_token, V, BV, TMA)
+    o_rows = matrix(o + (first * H + h) * V, length, H * V, V, BV, TMA)
+    T_rows = matrix(inverse + chunk0 * H * CHUNK * CHUNK, slots * CHUNK, CHUNK, CHUNK, CHUNK, TMA)
+    P_rows = matrix(scores + chunk0 * H * CHUNK * CHUNK, slots * CHUNK, CHUNK, CHUNK, CHUNK, TMA)
+    if SAVE:
+        X_rows = matrix(solved + chunk0 * H * CHUNK * V, slots * CHUNK, V, V, BV, TMA)
+        if TMA:
+            S_rows = tl.make_tensor_descriptor(states + chunk0 * H * K * V, [slots * K, V], [V, 1], [BK, BV])
     for c in tl.range(start, chunks, num_stages=STAGES):
-        token = first + c * CHUNK
-        left = length - c * CHUNK
-        slot = (chunk0 + c) * H + h
-        query = load_rows(q + token * q_token + h * q_head, q_token, left, K, BK, 0, DTYPE)
-        key = load_rows(k + token * k_token + h * k_head, k_token, left, K, BK, 0, DTYPE)
-        value = load_rows(v + token * v_token + h * v_head, v_token, left, V, BV, column0, tl.float32)
-        tile = slot * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :]
-        Tm = tl.load(inverse + tile)
-        P = tl.load(scores + tile)
-        row = table + slot * COLUMNS * CHUNK + rows
+        slot = c * H + h
+        query = load_tile(q_rows, length, q_token, c * CHUNK, 0, K, BK, TMA).to(DTYPE)
+        key = load_tile(k_rows, length, k_token, c * CHUNK, 0, K, BK, TMA).to(DTYPE)
+        value = load_tile(v_rows, length, v_token, c * CHUNK, column0, V, BV, TMA).to(tl.float32)
+        Tm = load_tile(T_rows, slots * CHUNK, CHUNK, slot * CHUNK, 0, CHUNK, CHUNK, TMA)
+        P = load_tile(P_rows, slots * CHUNK, CHUNK, slot * CHUNK, 0, CHUNK, CHUNK, TMA)
+        row = table + (chunk0 * H + slot) * COLUMNS * CHUNK + rows
         e = tl.load(row)
         w = tl.load(row + CHUNK)
         r = tl.load(row + 2 * CHUNK)
 
         Sd = S.to(DTYPE)
         if SAVE:
-            store_state(states + slot * K * V, K, V, BK, BV, column0, Sd)
+            if TMA:
+                S_rows.store([slot * K, column0], Sd)
+            else:
+                store_state(states + (chunk0 * H + slot) * K * V, K, V, BK, BV, column0, Sd)
         erased = tl.dot(key, Sd, input_precision=PRECISION)
         read = tl.dot(query, Sd, input_precision=PRECISION)
         if DECAYS:
@@ -97,11 +118,11 @@ def scan_kernel(
         Xd = X.to(DTYPE)
         out = r[:, None] * read + tl.dot(P, Xd, input_precision=PRECISION)
         if SAVE:
-            store_rows(solved + slot * CHUNK * V, V, CHUNK, V, BV, column0, Xd)
+            store_tile(X_rows, slots * CHUNK, V, slot * CHUNK, column0, Xd, V, BV, TMA)
         if DECAYS:
             Xd = (X * tl.exp(b_end - b)[:, None]).to(DTYPE)
         S += tl.dot(tl.trans(key), Xd, input_precision=PRECISION)
-        store_rows(o + (token * H + h) * V, H * V, left, V, BV, column0, out)
+        store_tile(o_rows, length, H * V, c * CHUNK, column0, out.to(o.dtype.element_ty), V, BV, TMA)
     # an empty sequence has one segment and hands its initial state on
     if FINAL and start + chunks_per_segment >= tl.cdiv(length, CHUNK):
         store_state(final + (n * H + h).to(tl.int64) * K * V, K, V, BK, BV, column0, S)

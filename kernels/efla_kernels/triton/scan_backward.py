@@ -13,7 +13,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from efla_kernels.triton.tiles import CHUNK, load_rows, load_state, scan_place, sequence_span, store_rows, store_state
+from efla_kernels.triton.tiles import (
+    CHUNK,
+    load_state,
+    load_tile,
+    matrix,
+    scan_place,
+    sequence_span,
+    store_state,
+    store_tile,
+)
 
 
 @triton.jit
@@ -50,6 +59,7 @@ def scan_backward_kernel(
     PACKED: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     n, segment, h, column0 = scan_place(H, V, BV, SEGMENTS)
@@ -64,24 +74,35 @@ def scan_backward_kernel(
     dS = tl.zeros([BK, BV], tl.float32)
     if D_FINAL:
         dS = load_state(d_final + ((n * SEGMENTS + segment) * H + h).to(tl.int64) * K * V, K, V, BK, BV, column0)
+    slots = tl.cdiv(length, CHUNK) * H  # of this sequence, in the buffers of chunk data
+    q_rows = matrix(q + first * q_token + h * q_head, length, q_token, K, BK, TMA)
+    k_rows = matrix(k + first * k_token + h * k_head, length, k_token, K, BK, TMA)
+    do_rows = matrix(do + (first * H + h) * V, length, H * V, V, BV, TMA)
+    T_rows = matrix(inverse + chunk0 * H * CHUNK * CHUNK, slots * CHUNK, CHUNK, CHUNK, CHUNK, TMA)
+    P_rows = matrix(scores + chunk0 * H * CHUNK * CHUNK, slots * CHUNK, CHUNK, CHUNK, CHUNK, TMA)
+    if STORE:
+        dv_rows = matrix(dv + (first * H + h) * V, length, H * V, V, BV, TMA)
+        dR_rows = matrix(d_solved + chunk0 * H * CHUNK * V, slots * CHUNK, V, V, BV, TMA)
+        if TMA:
+            dS_rows = tl.make_tensor_descriptor(d_states + chunk0 * H * K * V, [slots * K, V], [V, 1], [BK, BV])
     for step in tl.range(0, chunks, num_stages=STAGES):
         c = start + chunks - 1 - step
-        token = first + c * CHUNK
-        left = length - c * CHUNK
-        slot = (chunk0 + c) * H + h
-        query = load_rows(q + token * q_token + h * q_head, q_token, left, K, BK, 0, DTYPE)
-        key = load_rows(k + token * k_token + h * k_head, k_token, left, K, BK, 0, DTYPE)
-        d_out = load_rows(do + (token * H + h) * V, H * V, left, V, BV, column0, DTYPE)
-        tile = slot * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :]
-        Tm = tl.load(inverse + tile)
-        P = tl.load(scores + tile)
-        row = table + slot * COLUMNS * CHUNK + rows
+        slot = c * H + h
+        query = load_tile(q_rows, length, q_token, c * CHUNK, 0, K, BK, TMA).to(DTYPE)
+        key = load_tile(k_rows, length, k_token, c * CHUNK, 0, K, BK, TMA).to(DTYPE)
+        d_out = load_tile(do_rows, length, H * V, c * CHUNK, column0, V, BV, TMA).to(DTYPE)
+        Tm = load_tile(T_rows, slots * CHUNK, CHUNK, slot * CHUNK, 0, CHUNK, CHUNK, TMA)
+        P = load_tile(P_rows, slots * CHUNK, CHUNK, slot * CHUNK, 0, CHUNK, CHUNK, TMA)
+        row = table + (chunk0 * H + slot) * COLUMNS * CHUNK + rows
         e = tl.load(row)
         r = tl.load(row + 2 * CHUNK)
 
         dSd = dS.to(DTYPE)
         if STORE:
-            store_state(d_states + slot * K * V, K, V, BK, BV, column0, dSd)
+            if TMA:
+                dS_rows.store([slot * K, column0], dSd)
+            else:
+                store_state(d_states + (chunk0 * H + slot) * K * V, K, V, BK, BV, column0, dSd)
         dX = tl.dot(key, dSd, input_precision=PRECISION)
         if DECAYS:
             b = tl.load(row + 3 * CHUNK)
@@ -95,8 +116,9 @@ def scan_backward_kernel(
         dR = tl.dot(tl.trans(Tm), dX.to(DTYPE), input_precision=PRECISION)
         if STORE:
             w = tl.load(row + CHUNK)
-            store_rows(dv + (token * H + h) * V, H * V, left, V, BV, column0, w[:, None] * dR)
-            store_rows(d_solved + slot * CHUNK * V, V, CHUNK, V, BV, column0, dR)
+            d_value = (w[:, None] * dR).to(dv.dtype.element_ty)
+            store_tile(dv_rows, length, H * V, c * CHUNK, column0, d_value, V, BV, TMA)
+            store_tile(dR_rows, slots * CHUNK, V, slot * CHUNK, column0, dR.to(DTYPE), V, BV, TMA)
         d_read = (r[:, None] * d_out.to(tl.float32)).to(DTYPE)
         dS += tl.dot(tl.trans(query), d_read, input_precision=PRECISION)
         dS -= tl.dot(tl.trans(key), (e[:, None] * dR).to(DTYPE), input_precision=PRECISION)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from efla_kernels.triton.tiles import CHUNK, load_rows, load_state, scan_place, sequence_span, store_state
+from efla_kernels.triton.tiles import CHUNK, load_state, load_tile, matrix, scan_place, sequence_span, store_state
 
 
 @triton.jit
@@ -42,6 +42,7 @@ def transition_kernel(
     DECAYS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
@@ -56,19 +57,21 @@ def transition_kernel(
     S = tl.where(of_state & diagonal, 1.0, 0.0)
     start = segment * chunks_per_segment
     end = tl.minimum(tl.cdiv(length, CHUNK), start + chunks_per_segment)
+    slots = tl.cdiv(length, CHUNK) * H
+    k_rows = matrix(k + first * k_token + h * k_head, length, k_token, K, BK, TMA)
+    v_rows = matrix(v + first * v_token + h * v_head, tl.where(of_state, 0, length), v_token, V, BV, TMA)
+    T_rows = matrix(inverse + chunk0 * H * CHUNK * CHUNK, slots * CHUNK, CHUNK, CHUNK, CHUNK, TMA)
     for c in tl.range(start, end, num_stages=STAGES):
-        token = first + c * CHUNK
-        left = length - c * CHUNK
-        slot = (chunk0 + c) * H + h
-        key = load_rows(k + token * k_token + h * k_head, k_token, left, K, BK, 0, DTYPE)
-        no_value = tl.where(of_state, 0, left)
-        value = load_rows(v + token * v_token + h * v_head, v_token, no_value, V, BV, column0, tl.float32)
-        Tm = tl.load(inverse + slot * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :])
-        e = tl.load(table + slot * COLUMNS * CHUNK + rows)
-        w = tl.load(table + slot * COLUMNS * CHUNK + CHUNK + rows)
+        slot = c * H + h
+        key = load_tile(k_rows, length, k_token, c * CHUNK, 0, K, BK, TMA).to(DTYPE)
+        value = load_tile(v_rows, tl.where(of_state, 0, length), v_token, c * CHUNK, column0, V, BV, TMA).to(tl.float32)
+        Tm = load_tile(T_rows, slots * CHUNK, CHUNK, slot * CHUNK, 0, CHUNK, CHUNK, TMA)
+        row = table + (chunk0 * H + slot) * COLUMNS * CHUNK + rows
+        e = tl.load(row)
+        w = tl.where(of_state, 0.0, tl.load(row + CHUNK))  # columns of M are built without v
         erased = tl.dot(key, S.to(DTYPE), input_precision=PRECISION)
         if DECAYS:
-            b = tl.load(table + slot * COLUMNS * CHUNK + 3 * CHUNK + rows)
+            b = tl.load(row + 3 * CHUNK)
             b_end = tl.min(b, 0)
             erased *= tl.exp(b)[:, None]
             S *= tl.exp(b_end)
@@ -100,12 +103,13 @@ def merge_kernel(
     OUTER: tl.constexpr,
     LEFT_OVER: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     n, _, h, column0 = scan_place(H, V, BV, 1)
     S = tl.zeros([BK, BV], tl.float32)
     if OUTER:
         S = load_state(outer + (n * H + h).to(tl.int64) * K * V, K, V, BK, BV, column0)
-    for step in range(SEGMENTS):
+    for step in tl.range(0, SEGMENTS, num_stages=STAGES):
         segment = SEGMENTS - 1 - step if REVERSE else step
         at = ((n * SEGMENTS + segment) * H + h).to(tl.int64)
         store_state(carried + at * K * V, K, V, BK, BV, column0, S)

@@ -76,6 +76,41 @@ def store_rows(base, stride, left, WIDTH: tl.constexpr, BLOCK: tl.constexpr, col
 
 
 @triton.jit
+def matrix(base, rows, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """A handle on a matrix of `rows` rows, `stride` elements apart, for `load_tile` and `store_tile`.
+
+    TMA: a tensor descriptor, whose copies are asynchronous, take no registers and stop at the matrix's edge by
+    themselves (rows and base must be 16-byte aligned). Otherwise the base pointer, and edges are masked.
+    """
+    if TMA:
+        # a descriptor of no rows is malformed even where it is never used
+        return tl.make_tensor_descriptor(base, [tl.maximum(rows, 1), WIDTH], [stride, 1], [CHUNK, BLOCK])
+    else:
+        return base
+
+
+@triton.jit
+def load_tile(handle, rows, stride, row0, column0, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """Tile [C, BLOCK] of a `matrix` at (row0, column0), zeros outside of it."""
+    if TMA:
+        return handle.load([row0, column0])
+    else:
+        base = handle + (tl.full((), 0, tl.int64) + row0) * stride
+        return load_rows(base, stride, rows - row0, WIDTH, BLOCK, column0, handle.dtype.element_ty)
+
+
+@triton.jit
+def store_tile(handle, rows, stride, row0, column0, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """The counterpart of `load_tile`; `value` comes in the matrix's type."""
+    if TMA:
+        handle.store([row0, column0], value)
+    else:
+        store_rows(
+            handle + (tl.full((), 0, tl.int64) + row0) * stride, stride, rows - row0, WIDTH, BLOCK, column0, value
+        )
+
+
+@triton.jit
 def load_state(base, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, column0):
     """A [BK, BV] block of a state [K, V] stored row by row."""
     rows = tl.arange(0, BK)
