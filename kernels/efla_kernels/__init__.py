@@ -21,9 +21,10 @@ from efla_kernels.ops import delta_rule, deltanet, efla, gated_deltanet, gated_e
 register_backend("torch", SimpleNamespace(delta_rule=_chunked.delta_rule, ssd=_chunked.ssd))
 register_backend("reference", SimpleNamespace(delta_rule=_reference.delta_rule, ssd=_reference.ssd))
 if find_spec("triton") is not None:  # Linux only
+    from efla_kernels.triton import interpreter as _interpreter
     from efla_kernels.triton import ops as _triton
 
-    register_backend("triton", _triton)
+    register_backend("triton", _interpreter.upcasting_backend() if _triton.interpreted() else _triton)
 
 __all__ = [
     "available_backends",

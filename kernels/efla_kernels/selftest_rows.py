@@ -1,0 +1,128 @@
+"""The rows of the self-test: what is run, and the bound that each must keep.
+
+16-bit bounds stand a factor of two to three above what the kernels reach: operands of the tensor cores are rounded to bf16 (2^-9)
+once per product, whatever the inputs' type. fp32 inputs are multiplied in full precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from efla_kernels.accuracy import OPS, Case
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 130, 200)
+PACKED = (0, 0, 5, 6, 6, 75, 75)
+FIVE = (0, 1, 2, 3, 4)
+
+VALUES, GRADIENTS, DECAY_GRADIENTS = "values", "gradients", "decay gradients"
+BOUNDS = {
+    BF16: {VALUES: 1e-2, GRADIENTS: 3e-2, DECAY_GRADIENTS: 6e-2},
+    FP16: {VALUES: 1e-2, GRADIENTS: 3e-2, DECAY_GRADIENTS: 6e-2},
+    FP32: {VALUES: 1e-5, GRADIENTS: 1e-5, DECAY_GRADIENTS: 5e-5},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table: a case, its seeds, and a factor on the bounds where the case itself is ill-conditioned.
+
+    group: rows that share compiled kernels; one worker runs a group, so that nothing is compiled twice.
+    """
+
+    name: str
+    case: Case
+    seeds: tuple[int, ...] = (0,)
+    slack: float = 1.0
+    group: str = ""
+
+    def bound(self, output: str) -> float:
+        """The largest relative error allowed for one output or gradient."""
+        decays = output in ("dlog_g", "dlog_decay")
+        kind = DECAY_GRADIENTS if decays else GRADIENTS if output.startswith("d") else VALUES
+        return BOUNDS[self.case.dtype][kind] * self.slack
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+
+
+def _row(name: str, case: Case, seeds: tuple[int, ...] = (0,), slack: float = 1.0) -> Row:
+    # T = 1 and T that 16 divides are compiled apart, and so are the numbers of chunks per program up to 1
+    length = 1 if case.tokens == 1 else (case.tokens % 16 == 0, case.tokens <= 64)
+    flags = (case.cu_seqlens is not None, case.initial, case.gradients, case.strided, case.tokens > 1000, case.heads)
+    group = str((case.op, case.decay is None, case.dtype, case.key_width, case.value_width, length, flags))
+    return Row(f"{case.op} {_short(case.dtype)} {name}", case, seeds, slack, group)
+
+
+def accelerator_rows() -> list[Row]:
+    """Every row, for a GPU."""
+    rows = []
+
+    def add(name: str, case: Case, seeds: tuple[int, ...] = (0,), slack: float = 1.0) -> None:
+        rows.append(_row(name, case, seeds, slack))
+
+    raw_decay = Case("delta_rule", decay="mixed")
+    for op in OPS:
+        add("main", Case(op), FIVE)
+    add("main, decay", raw_decay, FIVE)
+    for dtype in (FP16, FP32):
+        for op in OPS:
+            add("main", Case(op, dtype), FIVE)
+    for op in ("gated_deltanet", "gated_efla"):
+        for dtype in (BF16, FP32):
+            add("64x64", Case(op, dtype, key_width=64, value_width=64), FIVE)
+    for width in ((64, 64), (256, 256), (64, 128), (128, 64), (128, 256), (256, 64)):
+        shape = Case("efla", key_width=width[0], value_width=width[1])
+        add(f"{width[0]}x{width[1]}", shape, FIVE)
+        if width != (64, 64):
+            add(f"{width[0]}x{width[1]}", replace(shape, op="gated_efla"))
+        if width in ((64, 64), (256, 256)):
+            add(f"{width[0]}x{width[1]}", replace(shape, dtype=FP32))
+    for op in ("efla", "gated_efla"):
+        for dtype in (BF16, FP32):
+            for norm in (1e-2, 1e-1, 1.0, 10.0, 100.0, 1000.0, None):
+                add(f"|k| {'1e-2..1e2' if norm is None else f'{norm:g}'}", Case(op, dtype, key_norm=norm))
+    for op, norm in (("efla", 1.0), ("efla", 64.0), ("gated_efla", 8.0), ("deltanet", 1.0)):
+        for dtype in (BF16, FP32):
+            add(f"near-duplicate keys, |k| {norm:g}", Case(op, dtype, key_norm=norm, keys="near"), slack=8.0)
+    for op in ("gated_deltanet", "gated_efla"):
+        for decay in ("1", "0.99..1", "0.5", "1e-4", "1e-20", "0", "0 or 1"):
+            add(f"g {decay}", Case(op, decay=decay))
+        for decay in ("1", "0", "0 or 1"):
+            add(f"g {decay}", Case(op, FP32, decay=decay))
+    for tokens in LENGTHS:
+        add(f"T {tokens}", Case("efla", batch=2, tokens=tokens, initial=False))
+        add(f"T {tokens}, initial state", Case("gated_efla", batch=2, tokens=tokens))
+        add(f"T {tokens}", Case("efla", FP32, batch=2, tokens=tokens))
+    packed = {"cu_seqlens": PACKED, "tokens": PACKED[-1]}
+    for op in OPS:
+        add("packed", Case(op, **packed))  # type: ignore[arg-type]
+    add("packed, decay", replace(raw_decay, cu_seqlens=PACKED, tokens=PACKED[-1]))
+    add("packed", Case("efla", FP32, **packed))  # type: ignore[arg-type]
+    add("packed", Case("gated_efla", FP32, **packed))  # type: ignore[arg-type]
+    for op in ("efla", "deltanet", "gated_deltanet", "gated_efla"):
+        add("split, 1x4133", Case(op, tokens=4133, heads=1))
+    add("split, decay, 1x4133", replace(raw_decay, tokens=4133, heads=1))
+    add("split, no initial state, 1x8192", Case("efla", tokens=8192, heads=1, initial=False, final=False))
+    add("split, 1x2100", Case("efla", FP32, tokens=2100, heads=1))
+    add("split, 1x2100", Case("gated_efla", FP32, tokens=2100, heads=1))
+    for op in ("efla", "gated_efla"):
+        add("no gradient", Case(op, gradients=False))
+        add("strided", Case(op, strided=True))
+        add("8x1024, H 8", Case(op, batch=8, tokens=1024, heads=8, initial=False, final=False))
+    return rows
+
+
+def interpreter_rows() -> list[Row]:
+    """A few small ones, for Triton's interpreter on a CPU: fp32, since its bf16 products are not to be trusted."""
+    small = Case("efla", FP32, tokens=130, heads=1, key_width=32, value_width=32)
+    cases = {
+        "T 130": [replace(small, op=op) for op in OPS],
+        "packed": [replace(small, op="gated_efla", tokens=PACKED[-1], cu_seqlens=PACKED)],
+        "|k| 100": [replace(small, key_norm=100.0, tokens=65)],
+        "K 16, V 64": [replace(small, key_width=16, value_width=64, tokens=65)],
+    }
+    return [_row(name, case) for name, listed in cases.items() for case in listed]
