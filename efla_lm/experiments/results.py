@@ -1,0 +1,126 @@
+"""What the experiments' result files share: where and with what they ran, means, tables, figures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+import statistics
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from efla_lm.errors import UserError
+from efla_lm.evaluation.results import commit
+from efla_lm.training.run_dir import write_atomically
+
+COLOURS = {
+    "efla": "#c0392b",
+    "deltanet": "#2471a3",
+    "gated_efla": "#e59866",
+    "gated_deltanet": "#85c1e9",
+    "mamba2": "#7d8a2e",
+    "attention": "#555555",
+}
+NAMES = {
+    "efla": "EFLA",
+    "deltanet": "DeltaNet",
+    "gated_efla": "Gated EFLA",
+    "gated_deltanet": "Gated DeltaNet",
+    "mamba2": "Mamba-2",
+    "attention": "Transformer",
+}
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the first GPU where there is one. Raises UserError where cuda is asked for and absent."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda but torch sees no CUDA device: use device=auto or cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Hardware, versions and commit, as every result file names them."""
+    found = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit()}
+    try:
+        found["triton"] = version("triton")
+    except PackageNotFoundError:
+        found["triton"] = None
+    found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {platform.machine()}"
+    found["threads"] = torch.get_num_threads()
+    return found
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a result file; the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
+
+
+def read_json(paths: Sequence[str], experiment: str) -> list[dict[str, Any]]:
+    """Result files of one experiment, in the order given.
+
+    Raises:
+        UserError: a file is missing, no JSON, or of another experiment.
+    """
+    contents = []
+    for path in paths:
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such result file") from None
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}: no JSON ({error})") from None
+        if not isinstance(content, dict) or content.get("experiment") != experiment:
+            raise UserError(f"{path}: expected a result file of the experiment {experiment}")
+        contents.append(content)
+    return contents
+
+
+def mean_and_spread(values: Iterable[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation (0 for one value)."""
+    numbers = list(values)
+    return statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A plain CSV file."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; every cell as `str` gives it."""
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (header, ["---"] * len(header), *rows)]
+    return "\n".join(lines) + "\n"
+
+
+def new_figure(rows: int, columns: int, width: float = 3.4, height: float = 2.7) -> tuple[Any, Any]:
+    """(figure, axes [rows, columns]) drawn without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    return figure, axes
+
+
+def save_figure(figure: Any, path: Path) -> list[Path]:
+    """PNG and PDF beside each other; `path` without ending."""
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    written = []
+    for ending in (".png", ".pdf"):
+        written.append(path.with_suffix(ending))
+        figure.savefig(written[-1], dpi=160, metadata={"CreationDate": None} if ending == ".pdf" else None)
+    pyplot.close(figure)
+    return written
