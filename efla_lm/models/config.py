@@ -90,7 +90,7 @@ class EflaConfig(PretrainedConfig):
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers
         self.num_heads = num_heads
-        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        self.head_dim = hidden_size // max(num_heads, 1) if head_dim is None else head_dim
         self.intermediate_size = intermediate_size
         self.mlp = mixer != "mamba2" if mlp is None else mlp
         self.conv_size = conv_size
@@ -116,6 +116,9 @@ class EflaConfig(PretrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        for name, lowest in (("norm_eps", 0.0), ("rope_theta", 1.0), ("initializer_range", 0.0)):
+            if not lowest <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a finite number from {lowest:g} up, got {getattr(self, name)!r}")
         if self.mlp and self.intermediate_size < 1:
             raise ValueError(f"intermediate_size must be positive in blocks with an MLP, got {self.intermediate_size}")
         if self.mixer == "mamba2":

@@ -17,10 +17,10 @@ from efla_lm.settings.schema import (
 def check_train(settings: TrainSettings) -> None:
     """All checks of a training run. Raises UserError."""
     name = settings.name
-    if name is not None and (not name.strip() or name.startswith("/") or ".." in name.split("/")):
+    if name is not None and (not name.strip("/. ") or name.startswith("/") or ".." in name.split("/")):
         raise UserError(f"name: got {name!r}, expected a folder name under runs_dir={settings.runs_dir}")
-    if settings.seed < 0:
-        raise UserError(f"seed: got {settings.seed}, expected 0 or more")
+    if not 0 <= settings.seed < 1 << 63:
+        raise UserError(f"seed: got {settings.seed}, expected 0 or more, below 2^63")
     check_data(settings.data)
     check_loop(settings.train, settings.data.context)
     check_optim(settings.optim)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import os.path
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,6 +98,9 @@ def to_settings(config: DictConfig, settings_class: type[Settings], *, program: 
             near = difflib.get_close_matches(str(value), info.choices, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}? " if near else ""
             raise UsageError(f"{name}: got {value!r}, {hint}expected one of {', '.join(info.choices)}")
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):  # NaN passes every comparison of ranges
+                raise UsageError(f"{name}: got {number}, expected a finite number")
     return settings
 
 

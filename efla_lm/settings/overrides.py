@@ -63,7 +63,9 @@ def check_overrides(
             continue
         override = _parse(text)
         if name in groups:
-            chosen[name] = f"{name}={_choose(name, override, groups[name])}"
+            choice = _choose(name, override, groups[name])
+            chosen.pop(name, None)  # an optional group's null is what its page says
+            chosen |= {} if choice == "null" else {name: f"{name}={choice}"}
         elif name in keys:
             values[name] = _read_value(override, raw, keys[name], program)
         elif any(_is_mapping(info.type) and name.startswith(key + ".") for key, info in keys.items()):

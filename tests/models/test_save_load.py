@@ -112,6 +112,11 @@ def test_config_refuses_what_does_not_fit() -> None:
         EflaConfig(mixer="attention", head_dim=33)
     with pytest.raises(ValueError, match="output_gate belongs to"):
         EflaConfig(mixer="attention", output_gate=True)
+    for fields in ({"norm_eps": -1.0}, {"rope_theta": 0.0}, {"initializer_range": float("nan")}):
+        with pytest.raises(ValueError, match=f"{next(iter(fields))} must be a finite number"):
+            EflaConfig(**fields)
+    with pytest.raises(ValueError, match="num_heads must be a positive integer"):
+        EflaConfig(num_heads=0)
     with pytest.raises(ValueError, match="num_hidden_layers must be a positive integer"):
         EflaConfig(num_hidden_layers=0)
     with pytest.raises(ValueError, match="SDPA"):

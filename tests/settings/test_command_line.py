@@ -42,6 +42,10 @@ from efla_lm.settings import TrainSettings, UsageError, compose, entry, key
         ("train.steps='", ["cannot be read"]),
         ("train.steps=${nowhere}", ["train.steps", "nowhere"]),
         ("train.steps=${size.name}", ["train.steps", "tiny"]),
+        ("schedule.peak=nan", ["schedule.peak", "nan", "finite"]),
+        ("train.clip_norm=inf", ["train.clip_norm", "inf", "finite"]),
+        ("optim.betas=[0.9,nan]", ["optim.betas", "nan", "finite"]),
+        ("model.norm_eps=-inf", ["model.norm_eps", "-inf", "finite"]),
     ],
 )
 def test_slip_costs_one_line(override, words):
@@ -60,6 +64,11 @@ def test_text_of_string_keys_is_taken_as_typed():
     assert settings.data.text_field == "x y"
     assert compose("train", ["name=null"], TrainSettings).name is None
     assert compose("train", ["name=${size.name}-1"], TrainSettings).name == "tiny-1"
+
+
+def test_null_takes_back_a_recipe():
+    assert compose("train", ["experiment=demo", "experiment=null"], TrainSettings) == compose("train", [], TrainSettings)
+    assert compose("train", ["experiment=null", "experiment=demo"], TrainSettings).train.steps == 300
 
 
 def test_numbers():

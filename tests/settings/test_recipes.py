@@ -167,6 +167,8 @@ def test_dump_is_read_back(tmp_path):
         (["parallel=ddp", "parallel.shard=2"], ["parallel.shard", "hsdp"]),
         (["parallel=single", "parallel.world_size=2"], ["parallel.world_size"]),
         (["seed=-1"], ["seed"]),
+        (["seed=1e30"], ["seed", "2^63"]),
+        (["name=."], ["name", "'.'"]),
         (["name=../x"], ["name", "../x"]),
         (["name="], ["name"]),
     ],
