@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+import efla_kernels
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -270,8 +271,7 @@ class EflaForCausalLM(EflaPreTrainedModel, RecurrentGeneration, GenerationMixin)
     def _summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         if targets.shape != hidden.shape[:2]:
             raise ValueError(f"targets must be {tuple(hidden.shape[:2])} as the tokens, got {tuple(targets.shape)}")
-        logits = self.lm_head(hidden).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        return efla_kernels.linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
 
 
 def _mean_shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:

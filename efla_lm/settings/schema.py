@@ -110,6 +110,7 @@ class LoopSettings:
     )
     micro_batch: int | None = key(None, "windows a device takes at once", instead_of="micro_tokens")
     precision: str = key("${size.precision}", "compute type; weights and optimiser stay fp32", choices=("fp32", "bf16"))
+    compile: bool | None = key(None, "compile the blocks (torch.compile); null: on a GPU")
     activation_checkpointing: str = key("none", "recompute blocks in the backward pass", choices=("none", "full"))
     clip_norm: float | None = key(1.0, "largest global gradient norm [paper]; null: no clipping")
     log_every: int = key(10, "updates between rows of metrics.jsonl")
@@ -160,6 +161,16 @@ class ParallelSettings:
 
 
 @dataclass
+class LiveEvalSettings:
+    """Tasks of lm-eval on the model in training; their metrics are rows of metrics.jsonl, `eval/TASK/METRIC`."""
+
+    every: int | None = key(None, "updates between evaluations, the last update included; null: none")
+    tasks: list[str] = key([], "lm-eval tasks; `heldout` is the held-out text of the token files")
+    local_dir: str | None = key(None, "folder of local copies (see conf/tasks/paper.yaml); null: the hub", path=PATH)
+    limit: int | None = key(None, "first documents of each task only; null: all")
+
+
+@dataclass
 class LoggerSettings:
     """Trackers beside `metrics.jsonl`, which is always written."""
 
@@ -188,6 +199,7 @@ class TrainSettings:
     optim: OptimSettings = field(default_factory=OptimSettings)
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    eval: LiveEvalSettings = field(default_factory=LiveEvalSettings)
     logger: LoggerSettings = field(default_factory=LoggerSettings)
 
     def validate(self) -> None:

@@ -78,6 +78,11 @@ def build_model(settings: TrainSettings, config: EflaConfig, world: World, mesh:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # its new name is not in all versions that we allow
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    compiled = settings.train.compile
+    if world.device.type == "cuda" if compiled is None else compiled:
+        for block in model.model.layers:
+            # the forward alone: the hooks of sharding and checkpointing stay outside of the compiled graph
+            block.forward = torch.compile(block.forward, fullgraph=True)
     shard_model(model, list(model.model.layers), mesh, settings.train.precision)
     model.to_empty(device=world.device)
     initialise(model, settings.seed)

@@ -15,6 +15,7 @@ from efla_kernels.coefficients import (
     squared_norm,
     unit_norm,
 )
+from efla_kernels.loss import linear_cross_entropy
 from efla_kernels.mamba import mamba2, ssd
 from efla_kernels.ops import delta_rule, deltanet, efla, gated_deltanet, gated_efla, model_coefficients
 
@@ -36,6 +37,7 @@ __all__ = [
     "gated_coefficients",
     "gated_deltanet",
     "gated_efla",
+    "linear_cross_entropy",
     "mamba2",
     "model_coefficients",
     "register_backend",

@@ -1,0 +1,29 @@
+"""Cross-entropy of a linear layer: on a GPU without all tokens' logits in memory, elsewhere by PyTorch's own ops."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """sum over rows of -log softmax(hidden weight^T)[target], an fp32 scalar (fp64 for fp64 inputs).
+
+    hidden [N, D] and weight [V, D] of one floating type; targets [N] int64, -100 ignored. On a GPU targets are not
+    checked against V (that would make the host wait). Raises ValueError for shapes that do not fit.
+    """
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"expected hidden [N, D] and weight [V, D], got {list(hidden.shape)} and {list(weight.shape)}")
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"targets: expected [{hidden.shape[0]}], one for each row of hidden, got {list(targets.shape)}"
+        )
+    if hidden.is_cuda:
+        from efla_kernels.triton.cross_entropy import fused_linear_cross_entropy  # triton is there wherever CUDA is
+
+        return fused_linear_cross_entropy(hidden, weight, targets)
+    logits = F.linear(hidden, weight)
+    logits = logits if logits.dtype.itemsize >= 4 else logits.float()
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
