@@ -67,7 +67,8 @@ def test_text_of_string_keys_is_taken_as_typed():
 
 
 def test_null_takes_back_a_recipe():
-    assert compose("train", ["experiment=demo", "experiment=null"], TrainSettings) == compose("train", [], TrainSettings)
+    plain = compose("train", [], TrainSettings)
+    assert compose("train", ["experiment=demo", "experiment=null"], TrainSettings) == plain
     assert compose("train", ["experiment=null", "experiment=demo"], TrainSettings).train.steps == 300
 
 
