@@ -39,8 +39,8 @@ DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
 class Case:
     """Shape, type and distribution of one op's inputs.
 
-    key_norm: norm of the keys, or None for norms spread evenly in logarithm from 1e-2 to 1e2. keys: "normal", or "near":
-    all within a percent of one direction. decay: a key of `DECAYS`; None: `delta_rule` has no decay. strided: q, k, v are
+    key_norm: norm of the keys; None: norms spread evenly in logarithm from 1e-2 to 1e2. keys: "normal", or "near": all
+    within a percent of one direction. decay: a key of `DECAYS`; None: `delta_rule` has no decay. strided: q, k, v are
     views of one tensor, as the models' projection gives them.
     """
 
@@ -104,7 +104,8 @@ class Case:
             fused = torch.cat([tensors[name] for name in "qkv"], -1)
             widths = (self.key_width, self.key_width, self.value_width)
             tensors |= dict(zip("qkv", fused.split(widths, -1), strict=True))
-        leaves = {n: x.detach().requires_grad_(self.gradients) for n, x in tensors.items() if n not in ("do", "d_final")}
+        incoming = ("do", "d_final")
+        leaves = {n: x.detach().requires_grad_(self.gradients) for n, x in tensors.items() if n not in incoming}
         cu_seqlens = None
         if self.cu_seqlens is not None:
             cu_seqlens = torch.tensor(self.cu_seqlens, device=tensors["q"].device)

@@ -1,8 +1,8 @@
 """Every kernel against float64 on this machine: `python -m efla_kernels.selftest [--json FILE] [--only TEXT]`.
 
-Run it first on a new GPU. Each row compares outputs, final states and every gradient with the float64 definition on the
-same rounded inputs; memory that kernels are handed is filled with NaN first. Rows run in worker processes, which compile
-side by side; a crash is that row's failure and a fresh worker goes on. Exit code 0 only if every row passes.
+Run it first on a new GPU. Each row compares outputs, final states and every gradient with the float64 definition on
+the same rounded inputs; memory that kernels are handed is filled with NaN first. Rows run in worker processes, which
+compile side by side; a crash is that row's failure and a fresh worker goes on. Exit code 0 only if every row passes.
 
 Without an accelerator a small set of rows runs in Triton's interpreter.
 """
