@@ -18,6 +18,7 @@ def main(settings: EvalSettings) -> int:
 
     Exit code 1 if a task could not be run; the others are still reported.
     """
+    from efla_lm.evaluation.carried import check_recurrent
     from efla_lm.evaluation.harness import HarnessLM
     from efla_lm.evaluation.runner import load_tasks, run_tasks
     from efla_lm.evaluation.scoring import Scorer
@@ -31,6 +32,8 @@ def main(settings: EvalSettings) -> int:
     if checkpoint.kind == "hub":
         hub.offline_unless_reachable()
     model, tokenizer = checkpoints.load(checkpoint)
+    if settings.carry_state:
+        check_recurrent(model)
     weights = checkpoints.weights_hash(model) if world.is_main else ""
     checkpoints.place(model, settings.dtype, world.device)
     task_sets, missing = load_tasks(
@@ -52,6 +55,7 @@ def main(settings: EvalSettings) -> int:
         num_fewshot=settings.tasks.num_fewshot,
         seed=settings.seed,
         bootstrap=settings.bootstrap,
+        carry_state=settings.carry_state,
         report=lambda line: print(line, file=sys.stderr),
     )
     if world.is_main:
@@ -60,6 +64,7 @@ def main(settings: EvalSettings) -> int:
             "checkpoint": checkpoint.location,
             "step": checkpoint.step,
             "weights_sha256": weights,
+            "model": checkpoints.describe_model(checkpoint, model),
             "start_token": policy.describe() | {"trained_with_bos": trained},
             "context": context,
             "dtype": settings.dtype,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from efla_data.loader import SequentialLoader, WindowLoader
@@ -31,6 +32,9 @@ from efla_lm.training.step import Verdicts, update
 from efla_lm.training.throughput import Meter
 from efla_lm.training.validate import validate
 
+if TYPE_CHECKING:
+    from efla_lm.evaluation.live import LiveEvaluation
+
 
 @dataclass
 class Run:
@@ -49,6 +53,7 @@ class Run:
     identity: dict[str, object]
     resumed_from: Path | None
     start: CheckpointMeta  # where this launch begins
+    evaluation: LiveEvaluation | None  # eval.every
 
     def save(self, step: int, skipped: int) -> Path:
         meta = CheckpointMeta(step, step * self.budget.batch_tokens, self.identity, skipped)
@@ -83,7 +88,7 @@ def main(settings: TrainSettings) -> int:
             replicas = mesh["replicate"].size()
             run = Run(
                 settings, world, budget, directory, config, model, optimizer, replicas, train_data, heldout_data,
-                identity, resume, begin,
+                identity, resume, begin, build.live_evaluation(settings, model, tokens, budget, world),
             )  # fmt: skip
             banner("efla-lm", facts(run, backend), main=world.is_main)
             done, saved = fit(run, interruption)
@@ -140,6 +145,10 @@ def fit(run: Run, interruption: Interruption) -> tuple[int, Path | None]:
                     if val_loss is not None:
                         metrics.write({"step": done, "val_loss": val_loss})
                         progress.validated(done, val_loss)
+                if run.evaluation and (done == budget.steps or is_due(done, settings.eval.every)):
+                    scores = run.evaluation.run()
+                    metrics.write({"step": done, **scores})
+                    progress.evaluated(done, scores)
                 if leaving or is_due(done, train.save_every):
                     verdicts.settle()
                     saved = run.save(done, verdicts.skipped)

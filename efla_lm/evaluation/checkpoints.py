@@ -1,9 +1,9 @@
 """From what the user calls a checkpoint to a model and its tokenizer.
 
-    RUN                        its newest whole RUN/checkpoints/step-N, or RUN/export if there are none
-    RUN/checkpoints/step-N     that step
-    RUN/export, any folder     a Hugging Face causal model with config.json and weights
-    ORG/NAME                   a model on the hub
+RUN                        its newest whole RUN/checkpoints/step-N, or RUN/export if there are none
+RUN/checkpoints/step-N     that step
+RUN/export, any folder     a Hugging Face causal model with config.json and weights
+ORG/NAME                   a model on the hub
 """
 
 from __future__ import annotations
@@ -198,11 +198,28 @@ def token_folder(checkpoint: Checkpoint) -> Path:
 
 def trained_with_bos(checkpoint: Checkpoint) -> bool | None:
     """Whether documents opened with BOS in training (data.bos of the run), or None where that is not known."""
+    return _run_setting(checkpoint, "data", "bos")
+
+
+def describe_model(checkpoint: Checkpoint, model: Any) -> dict[str, Any]:
+    """What tables sort results by: family, parameters, and of a run its size, seed and name; null where not known."""
+    return {
+        "family": getattr(model.config, "mixer", model.config.model_type),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "size": _run_setting(checkpoint, "size", "name"),
+        "seed": _run_setting(checkpoint, "seed"),
+        "run": checkpoint.run_dir.name if checkpoint.run_dir else None,
+    }
+
+
+def _run_setting(checkpoint: Checkpoint, *names: str) -> Any:
+    """A value of the run's resolved configuration, or None where it is not known."""
     if checkpoint.run_dir is None:
         return None
-    content = yaml.safe_load((checkpoint.run_dir / RUN_CONFIG).read_text(encoding="utf-8"))
-    data = content.get("data") if isinstance(content, dict) else None
-    return bool(data["bos"]) if isinstance(data, dict) and "bos" in data else None
+    value = yaml.safe_load((checkpoint.run_dir / RUN_CONFIG).read_text(encoding="utf-8"))
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _first_line(error: BaseException) -> str:

@@ -71,7 +71,8 @@ class HarnessLM(TemplateLM):
         prompts = self.policy.contexts([request.args[0] for request in requests])
         options = [_Options(request.args[1], self.tokenizer, self.eot_token_id) for request in requests]
         batches = list(self._generation_batches(prompts, options))
-        mine = batches[self.scorer.rank :: self.scorer.world_size]
+        # a sharded model generates on all processes together: each does all of it
+        mine = batches if self.scorer.lockstep else batches[self.scorer.rank :: self.scorer.world_size]
         done: list[tuple[int, str]] = []
         for numbers in tqdm(mine, desc="generating", disable=None if self.scorer.rank == 0 else True, leave=False):
             texts = self._generate([prompts[n] for n in numbers], options[numbers[0]])

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from lm_eval.evaluator import evaluate
 
-from efla_lm.evaluation import heldout, hub
+from efla_lm.evaluation import carried, heldout, hub
 from efla_lm.evaluation.harness import HarnessLM
 from efla_lm.evaluation.tasks import MissingTask, TaskSet, load_from_hub, load_local, manager_for
 
@@ -64,11 +65,13 @@ def run_tasks(
     num_fewshot: int = 0,
     seed: int = 1234,
     bootstrap: int = 1000,
+    carry_state: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Evaluate and return lm-eval's result with all task sets merged, plus `seconds` per set and `sources`.
 
     report: told in one line when a set is done (on the first process).
+    carry_state: tasks of rolling likelihood also get `METRIC_state_carried`, see `efla_lm.evaluation.carried`.
     The random streams, the gradient mode and the training mode of the model are left as they were.
     """
     merged: dict[str, Any] = {key: {} for key in MERGED}
@@ -94,6 +97,9 @@ def run_tasks(
                         log_samples=False,
                     )
                 assert found is not None
+                if carry_state:
+                    for task_name, task in task_set.tasks.items():
+                        found["results"][task_name] |= carried.metrics(model, task, limit)
                 for key in MERGED:
                     merged[key] |= found.get(key, {})
                 merged["sources"] |= task_set.sources
@@ -107,11 +113,12 @@ def run_tasks(
 
 @contextlib.contextmanager
 def _random_streams_kept() -> Iterator[None]:
-    python_state = random.getstate()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         yield
     random.setstate(python_state)
+    np.random.set_state(numpy_state)
 
 
 @contextlib.contextmanager

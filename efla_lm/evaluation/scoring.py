@@ -64,9 +64,20 @@ class Scorer:
         batch_size: rows per batch, or `auto`: as many rows as fit into a number of tokens that depends on the free
             memory, halved whenever memory runs out.
         world: the processes that share the work, each with the whole model; each returns all scores. None: alone.
+        lockstep_tokens: the model is sharded over the processes, so that a forward pass is made by all of them
+            together: all make equally many, of at most so many tokens (or one row), and none is cut when memory runs
+            out. None: each process has the whole model and works at its own pace.
     """
 
-    def __init__(self, model: Any, max_length: int, batch_size: int | str = "auto", world: World | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        max_length: int,
+        batch_size: int | str = "auto",
+        world: World | None = None,
+        *,
+        lockstep_tokens: int | None = None,
+    ) -> None:
         if batch_size != "auto" and (not isinstance(batch_size, int) or batch_size < 1):
             raise UserError(f"batch_size={batch_size}: expected a positive number of rows, or auto")
         if max_length < 1:
@@ -81,7 +92,8 @@ class Scorer:
         self._cuts_logits = "logits_to_keep" in accepted
         self._options = {"use_cache": False} if "use_cache" in accepted else {}
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
-        self.batch_tokens = min(self.gather(self._first_budget()))
+        self.lockstep = lockstep_tokens is not None
+        self.batch_tokens = lockstep_tokens or min(self.gather(self._first_budget()))
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, on every rank."""
@@ -112,6 +124,8 @@ class Scorer:
             for batch in mine:
                 found.extend(self._score_batch(batch))
                 bar.update(len(batch))
+        if self.lockstep and len(mine) < -(-len(batches) // self.world_size):
+            self._idle_pass()
         totals = [0.0] * len(pairs)
         greedy = [True] * len(pairs)
         gathered = sorted(item for part in self.gather(found) for item in part)
@@ -156,6 +170,11 @@ class Scorer:
             length = len(rows[0].inputs)
             if len(rows) == 1:
                 raise UserError(f"one row of {length} tokens exceeds the memory of {self.device}") from None
+            if self.lockstep:  # the others are waiting in the same forward pass
+                raise UserError(
+                    f"evaluating {len(rows)} rows of {length} tokens exceeds the memory of {self.device}: give "
+                    "train.micro_tokens a smaller value, or evaluate after training with eval.py"
+                ) from None
             if self.batch_size != "auto":
                 raise UserError(
                     f"batch_size={self.batch_size} of {length} tokens exceeds the memory of {self.device}; use auto"
@@ -165,6 +184,11 @@ class Scorer:
             torch.cuda.empty_cache()
         half = (len(rows) + 1) // 2
         return self._score_batch(rows[:half]) + self._score_batch(rows[half:])
+
+    @torch.no_grad()
+    def _idle_pass(self) -> None:
+        """Take part in the last forward pass of the others without a row of one's own."""
+        self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device), **self._options)
 
     @torch.no_grad()
     def _forward(self, rows: list[_Row]) -> list[tuple[int, float, bool]]:
@@ -191,10 +215,10 @@ class Scorer:
                 place_of.extend(range(base + scored - len(asked), base + scored))
                 targets.extend(asked)
                 window_of.extend([window] * len(asked))
-        return _reduce(logits, places, place_of, targets, window_of)
+        return reduce_logits(logits, places, place_of, targets, window_of)
 
 
-def _reduce(
+def reduce_logits(
     logits: torch.Tensor, places: list[tuple[int, int]], place_of: list[int], targets: list[int], window_of: list[int]
 ) -> list[tuple[int, float, bool]]:
     """Sum of log-softmax at the targets, per window; one transfer from the device."""

@@ -1,4 +1,4 @@
-"""Settings of `eval.py` and `python -m scripts.generate`: every key with its default and a line of help."""
+"""Settings of `eval.py` and of the scripts generate and table1: every key with its default and a line of help."""
 
 # ruff: noqa: RUF009  (`key` returns a dataclasses.field)
 
@@ -34,6 +34,9 @@ class EvalSettings:
     context: int | None = key(None, "most tokens given to the model at once; null: its training context")
     bos: str = key("auto", "texts open with BOS; auto: as the tokenizer does it", choices=("auto", "always", "never"))
     prefix: str = key("auto", "token before text without context; auto: BOS, else EOS", choices=("auto", "bos", "eos"))
+    carry_state: bool = key(
+        False, "also perplexities with the recurrent state carried over whole documents (METRIC_state_carried)"
+    )
     seed: int = key(1234, "seed of few-shot examples and sampling")
     bootstrap: int = key(1000, "resamples behind standard errors that have no closed form; 0: none")
     out: str | None = key(None, "folder of the result file; null: RUN/results, or results/NAME", path=PATH)
@@ -56,6 +59,14 @@ class EvalSettings:
     def rows(self) -> int | str:
         """`batch_size` as a number where it is one."""
         return int(self.batch_size) if self.batch_size.isdigit() else self.batch_size
+
+
+@dataclass
+class Table1Settings:
+    """All of `python -m scripts.table1`."""
+
+    runs: list[str] = key([], "run directories, folders of result files, or result files", path=PATH)
+    out: str = key("results/table1", "folder of table1.md, table1.csv and table1.tex", path=PATH)
 
 
 @dataclass

@@ -89,9 +89,7 @@ class TokenPolicy:
 
     def rolling(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
         """(prefix, text) per text, for the likelihood of the whole text: one start token, never scored itself."""
-        return [
-            ([self.prefix_id], ids[1:] if ids[:1] == [self.prefix_id] else ids) for ids in self.plain(texts)
-        ]
+        return [([self.prefix_id], ids[1:] if ids[:1] == [self.prefix_id] else ids) for ids in self.plain(texts)]
 
     def pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """(context ids, continuation ids) per (context, continuation), cut as lm-eval cuts them.

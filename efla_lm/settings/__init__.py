@@ -18,6 +18,7 @@ from efla_lm.settings.overrides import UsageError
 from efla_lm.settings.schema import (
     DataSettings,
     ExportSettings,
+    LiveEvalSettings,
     LoggerSettings,
     LoopSettings,
     ModelSettings,
@@ -36,6 +37,7 @@ __all__ = [
     "DataSettings",
     "EntryPoint",
     "ExportSettings",
+    "LiveEvalSettings",
     "LoggerSettings",
     "LoopSettings",
     "ModelSettings",

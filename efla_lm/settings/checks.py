@@ -6,6 +6,7 @@ Nothing here changes a setting. Every message names the key, what was expected, 
 from efla_lm.errors import UserError
 from efla_lm.settings.schema import (
     DataSettings,
+    LiveEvalSettings,
     LoopSettings,
     OptimSettings,
     ParallelSettings,
@@ -26,6 +27,7 @@ def check_train(settings: TrainSettings) -> None:
     check_optim(settings.optim)
     check_schedule(settings.schedule)
     check_parallel(settings.parallel)
+    check_live_eval(settings.eval)
 
 
 def check_loop(loop: LoopSettings, context: int) -> None:
@@ -96,6 +98,17 @@ def check_parallel(parallel: ParallelSettings) -> None:
             )
     if parallel.mode == "single" and parallel.world_size not in (None, 1):
         raise UserError(f"parallel.world_size: got {parallel.world_size} with parallel.mode=single; use ddp or fsdp")
+
+
+def check_live_eval(live: LiveEvalSettings) -> None:
+    """An interval and something to do at it, or neither."""
+    _positive("eval.every", live.every)
+    _positive("eval.limit", live.limit)
+    if (live.every is None) != (not live.tasks):
+        raise UserError(
+            f"eval.every={live.every} with eval.tasks={live.tasks}: give both, e.g. eval.every=1000 "
+            "eval.tasks=[lambada_openai,hellaswag], or neither"
+        )
 
 
 def _exactly_one(first: str, a: object, second: str, b: object) -> None:

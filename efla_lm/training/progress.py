@@ -96,6 +96,11 @@ class Progress:
         perplexity = math.exp(val_loss) if val_loss < 700 else math.inf
         self.message(f"step {step}/{self.total_steps}  validation loss {val_loss:.4f}  perplexity {perplexity:,.2f}")
 
+    def evaluated(self, step: int, scores: Mapping[str, float]) -> None:
+        """Show metrics of tasks: `{"eval/piqa/acc": 0.53, ...}`."""
+        shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in scores.items())
+        self.message(f"step {step}/{self.total_steps}  evaluation: {shown}")
+
     def message(self, text: str) -> None:
         """Print one line above the live one."""
         if not self._main:

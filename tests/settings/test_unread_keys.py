@@ -78,6 +78,7 @@ def test_every_key_is_read_by_preparation_or_training(tmp_path, monkeypatch, fak
         overrides = [
             *data, *SMALLEST, more, "logger=wandb", "train.steps=3", "train.batch_tokens=128", "train.micro_tokens=64",
             "schedule.warmup_updates=1", "train.validate_every=1", "train.device=cpu",
+            "eval.every=2", "eval.tasks=[heldout]",
         ]  # fmt: skip
         assert (train.work(recording(compose("train", overrides, TrainSettings), read)) or 0) == 0
     assert fake_tracker["project"] == "efla-lm"
