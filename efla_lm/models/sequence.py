@@ -89,7 +89,7 @@ class SequenceInfo:
             # After a past without padding, or with tokens first in every row, padding can only be on the right, where
             # causality hides it already.
             return leading if self.past == 0 and bool(leading.any()) else None
-        return torch.where(self.past_padding < self.past, self.past_padding, self.past + leading)
+        return self.past_padding + leading  # a row that has begun has no further padding on its left
 
 
 def describe(

@@ -163,6 +163,18 @@ def test_mamba2_hands_fp32_parameters_to_the_op(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("gate_first", [False, True])
+def test_gated_norm_rounds_once(gate_first: bool) -> None:
+    """With fp32 inside, a bf16 result is the rounded exact one; a gate rounded on the way would often miss it."""
+    generator = torch.Generator().manual_seed(0)
+    x, gate = (torch.randn(50, 64, generator=generator).to(torch.bfloat16) for _ in range(2))
+    norm = GatedRMSNorm(64, 1e-6, gate_first=gate_first).to(torch.bfloat16)
+    wide, swish = x.double(), F.silu(gate.double())
+    gated = wide * swish if gate_first else wide
+    exact = gated * torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 if gate_first else swish)
+    assert (norm(x, gate) == exact.to(torch.bfloat16)).double().mean() > 0.999
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
 def test_norm_statistics_of_bf16_inputs(gate_first: bool) -> None:
     """4096 equal terms: a bf16 sum of squares would stop growing at 256 of them."""
     x = torch.full((1, 4096), 3.0, dtype=torch.bfloat16)

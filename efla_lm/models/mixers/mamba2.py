@@ -41,7 +41,7 @@ class Mamba2Mixer(nn.Module):
         z, xbc, dt = projected.split((self.inner, self.conv_size, self.heads), dim=-1)
         xbc, conv_state = self.conv(xbc, None if layer is None else layer.conv, info)
         group_width = self.groups * self.state_size
-        x, B, C = info.hide_padding(xbc).split((self.inner, group_width, group_width), dim=-1)
+        x, B, C = xbc.split((self.inner, group_width, group_width), dim=-1)
         y, state = efla_kernels.mamba2(
             x.unflatten(-1, (self.heads, self.head_dim)),
             dt,
@@ -50,7 +50,7 @@ class Mamba2Mixer(nn.Module):
             C.unflatten(-1, (self.groups, self.state_size)),
             self.D.float(),
             self.dt_bias.float(),
-            dt_mask=info.mask,  # softplus of a padded step would still decay the state
+            dt_mask=info.mask,  # a step of 0 neither writes nor decays; the bias alone would do both
             initial_state=None if layer is None else layer.state,
             output_final_state=layer is not None,
             cu_seqlens=info.cu_seqlens,
