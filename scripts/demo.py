@@ -13,11 +13,10 @@ import sys
 import time
 from pathlib import Path
 
+from efla_data.statistics import uniform_entropy, unigram_entropy
+from efla_data.token_file import TokenFile
 from rich.console import Console
 from rich.table import Table
-
-from efla_data.statistics import unigram_entropy, uniform_entropy
-from efla_data.token_file import TokenFile
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = ROOT / "data" / "tokens" / "pydoc"
@@ -39,7 +38,13 @@ def command(*arguments: str) -> float:
     """Run one command of the project as its user would; end the demo with its exit code if it fails. Seconds taken."""
     console.print(f"\n[bold cyan]$ python {' '.join(arguments)}[/]", soft_wrap=True)
     start = time.monotonic()
-    code = subprocess.run([sys.executable, *arguments], cwd=ROOT, check=False).returncode
+    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the command has had Ctrl-C as well: training saves before it leaves
+        process.wait()
+        console.print("[red]error:[/] the demo was interrupted")
+        sys.exit(130)
     if code != 0:
         console.print(f"[red]error:[/] the command above ended with exit code {code}")
         sys.exit(code)
@@ -60,6 +65,9 @@ def main() -> None:
     run = ROOT / "runs" / new_run(ROOT / "runs")
     command("-m", "scripts.prepare", "data=pydoc")
     train_seconds = command("train.py", "experiment=demo", f"name={run.name}")
+    if not (run / "export").is_dir():  # on SIGTERM training saves and ends with exit code 0
+        console.print("[red]error:[/] training was stopped before its last update, so the demo ends here")
+        sys.exit(1)
     command("eval.py", f"checkpoint={os.path.relpath(run, ROOT)}", "tasks=heldout")
     command("-m", "scripts.generate", f"checkpoint={os.path.relpath(run, ROOT)}", f'prompt="{PROMPT}"')
 
