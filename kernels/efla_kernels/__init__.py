@@ -15,6 +15,7 @@ from efla_kernels.coefficients import (
     squared_norm,
     unit_norm,
 )
+from efla_kernels.decode import decode_step, fuses_decoding
 from efla_kernels.loss import linear_cross_entropy
 from efla_kernels.mamba import mamba2, ssd
 from efla_kernels.ops import delta_rule, deltanet, efla, gated_deltanet, gated_efla, model_coefficients
@@ -30,10 +31,12 @@ if find_spec("triton") is not None:  # Linux only
 __all__ = [
     "available_backends",
     "beta_gate",
+    "decode_step",
     "delta_rule",
     "deltanet",
     "efla",
     "erase_write_efla",
+    "fuses_decoding",
     "gated_coefficients",
     "gated_deltanet",
     "gated_efla",

@@ -24,7 +24,17 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(600)
 def test_kernels_in_the_interpreter() -> None:
-    done = run("-m", "pytest", str(HERE / "interpreted.py"), "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    done = run(
+        "-m",
+        "pytest",
+        str(HERE / "interpreted.py"),
+        str(HERE / "interpreted_decode.py"),
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+    )
     print(done.stdout[-4000:])
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 

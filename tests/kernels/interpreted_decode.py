@@ -1,0 +1,68 @@
+"""The fused decoding kernel in Triton's interpreter; run by test_triton.py in a process with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import efla_kernels
+import pytest
+import torch
+from efla_kernels.triton import decode, launch, ops
+
+from efla_lm.models.cache import LayerState
+from efla_lm.models.config import EflaConfig
+from efla_lm.models.mixers import build_mixer
+from efla_lm.models.sequence import SequenceInfo
+from tests.kernels.decode_inputs import RULES, decode_inputs
+
+assert ops.interpreted(), "these tests need TRITON_INTERPRET=1"
+
+
+@pytest.mark.parametrize("gated_norm", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_kernel_equals_the_pytorch_form(rule: str, gated_norm: bool) -> None:
+    for shape in ({}, {"key_width": 24, "value_width": 40, "taps": 3}, {"key_width": 256, "value_width": 128}):
+        results = []
+        for backend in ("torch", "triton"):
+            tensors, options = decode_inputs(rule, gated_norm, **shape)
+            y = efla_kernels.decode_step(rule, **tensors, **options, backend=backend)
+            results.append((y, tensors["state"], tensors["conv_state"]))
+        for got, expected in zip(results[1], results[0], strict=True):
+            assert (got - expected).norm() <= 2e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("mixer", RULES)
+def test_kernel_equals_the_layers_own_step(mixer: str) -> None:
+    """A mixer's T = 1 path from a filled cache, in fp32: output, S and the convolution's inputs."""
+    torch.manual_seed(0)
+    config = EflaConfig(mixer=mixer, hidden_size=32, num_heads=2, head_dim=16, vocab_size=16, backend="torch")
+    layer = build_mixer(config)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    cache = LayerState()
+    hidden = torch.randn(2, 6, 32)
+    with torch.no_grad():
+        layer(hidden[:, :5], SequenceInfo(2, 5, hidden.device), cache)
+        conv_state, state, x = cache.conv.clone(), cache.state.clone(), hidden[:, 5]
+        expected = layer(hidden[:, 5:], SequenceInfo(2, 1, hidden.device, past=5), cache)
+        options = {}
+        if layer.decay is not None:
+            options = {"decay_logit": layer.a_proj(x), "A_log": layer.decay.A_log, "dt_bias": layer.decay.dt_bias}
+        if layer.g_proj is not None:
+            options["output_gate"] = layer.g_proj(x).unflatten(-1, (2, 16))
+        y = efla_kernels.decode_step(
+            mixer, layer.qkv_proj(x), conv_state, layer.qkv_conv.weight, layer.b_proj(x), state, layer.o_norm.weight,
+            norm_eps=config.norm_eps, backend="triton", **options,
+        )  # fmt: skip
+        got = layer.o_proj(y.flatten(1))
+    torch.testing.assert_close(got, expected[:, 0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state, cache.state, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(conv_state, cache.conv)
+
+
+def test_registration() -> None:
+    tensors, options = decode_inputs("gated_efla", True)
+    t, o = tensors, options
+    arguments = (
+        t["x"], t["conv_state"], t["conv_weight"], t["beta_logit"], o["decay_logit"], o["A_log"], o["dt_bias"],
+        t["state"], t["norm_weight"], o["output_gate"], launch.MODES["gated_efla"], 0.35, 1e-6,
+    )  # fmt: skip
+    torch.library.opcheck(decode.decode, arguments)
