@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from efla_lm.errors import UserError
 from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
+from efla_lm.models.mixers import MIXER_CLASSES
 from efla_lm.settings import TrainSettings
 from efla_lm.training.budget import Budget
 from efla_lm.training.checkpoint import check_identity, checkpoints_in, fault_in, find_checkpoint, read_meta
@@ -65,7 +66,8 @@ def backend_in_use(config: EflaConfig, device: torch.device) -> str:
             raise UserError(f"model.backend={config.backend}: attention has torch's SDPA only; set auto or torch")
         return "torch SDPA"
     try:
-        return resolve_backend(config.backend, device, config.mixer)
+        op = getattr(MIXER_CLASSES[config.mixer], "op", config.mixer)  # a mixer may share another one's op
+        return resolve_backend(config.backend, device, op)
     except ValueError as error:
         raise UserError(f"model.backend: {error}") from error
 
