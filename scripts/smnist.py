@@ -12,8 +12,6 @@ All seeds and rates of a mixer are trained as one stack.
 
 # ruff: noqa: RUF009  (`key` returns a dataclasses.field)
 
-import sys
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -22,6 +20,7 @@ import torch
 from efla_data.smnist import Digits, as_pixels, load_digits, pool
 
 from efla_lm.errors import UserError
+from efla_lm.experiments.progress import Line
 from efla_lm.experiments.results import choose_device, environment, read_json, write_json
 from efla_lm.experiments.rules import RECURRENT_MIXERS
 from efla_lm.experiments.smnist import (
@@ -168,29 +167,6 @@ def run_mixer(
         }
         for n, member in enumerate(members)
     ]
-
-
-class Line:
-    """Progress of a stack: one line that is written over on a terminal, a line every ten seconds elsewhere."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.start = name, time.monotonic()
-        self.last = self.start
-
-    def __call__(self, step: int, steps: int, loss: float) -> None:
-        now = time.monotonic()
-        terminal = sys.stderr.isatty()
-        if not terminal and now - self.last < 10 and step < steps:
-            return
-        self.last = now
-        left = (now - self.start) / step * (steps - step)
-        text = f"{self.name}: step {step} of {steps}, median loss {loss:.3f}, {left:.0f} s left"
-        print(f"\r\033[K{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
-
-    def end(self, text: str) -> None:
-        """A last line that stays."""
-        clear = "\r\033[K" if sys.stderr.isatty() else ""
-        print(f"{clear}{self.name}: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
