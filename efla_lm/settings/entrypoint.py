@@ -33,6 +33,12 @@ from efla_lm.settings.overrides import UsageError, list_groups
 
 Settings = TypeVar("Settings")
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# A place that cannot be written or read is the user's to mend; other faults of the system show where they came from.
+BAD_PLACE = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
+)  # fmt: skip
+
 
 class EntryPoint(Generic[Settings]):
     """A command: `work(settings)` behind a hydra command line. Call it to run on `sys.argv` and exit."""
@@ -92,7 +98,7 @@ class EntryPoint(Generic[Settings]):
             _report(error, every_rank=True)
             return 1
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in DISK_FULL and (error.errno not in BAD_PLACE or error.filename is None):
                 raise
             _report(error, every_rank=True)
             return 1
@@ -163,11 +169,13 @@ def program_name() -> str:
 def _report(error: BaseException, every_rank: bool) -> None:
     """Print `error: ...` on one line. What all ranks see alike is said by rank 0 alone."""
     rank = os.environ.get("RANK", "0")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         where = f" while writing {error.filename}" if error.filename else ""
         message = f"no space left on the disk{where}; free some and start again (resume=auto continues)"
     elif isinstance(error, FileNotFoundError) and error.filename is not None:
         message = f"{error.filename}: no such file or folder"
+    elif isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename}: {(error.strerror or 'cannot be used').lower()}; name another place, or free this one"
     else:
         message = " ".join(str(error).split())
     if rank == "0":

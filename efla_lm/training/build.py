@@ -34,7 +34,11 @@ def open_data(settings: TrainSettings, world: World) -> tuple[TokenFile, TokenFi
     folder, verify = settings.data.dir, settings.data.verify
 
     def check() -> bool:
-        heldout = "heldout" in TokenFile.open(folder, "train", verify=verify).manifest.splits
+        train = TokenFile.open(folder, "train", verify=verify)
+        if not (train.tokenizer_dir / "tokenizer.json").is_file():
+            hint = "put the tokenizer that made the ids there, as exports and evaluation need it"
+            raise UserError(f"{train.tokenizer_dir}: expected tokenizer.json, found none; {hint}")
+        heldout = "heldout" in train.manifest.splits
         if heldout:
             TokenFile.open(folder, "heldout", verify=verify)
         return heldout

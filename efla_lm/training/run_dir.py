@@ -79,11 +79,13 @@ def open_run(
         except (UserError, OSError) as error:
             if lock is not None:
                 lock.release()
-            message = {"error": str(error), "errno": getattr(error, "errno", None)}
+            message = {"error": str(error), "errno": None}
+            if isinstance(error, OSError):
+                message |= {"error": error.strerror, "errno": error.errno, "filename": error.filename}
     message = broadcast(message)
     if "error" in message:
         if message["errno"] is not None:
-            raise OSError(message["errno"], message["error"])
+            raise OSError(message["errno"], message["error"], message["filename"])
         raise UserError(message["error"])
     path = Path(message["path"])
     path.mkdir(parents=True, exist_ok=True)  # another node may have another file system

@@ -153,6 +153,10 @@ def test_entry_exit_codes_and_streams(small_config, capsys):
             Path("/nowhere/at all").read_text()
         if settings.where == "full":
             raise OSError(28, "No space left on device", "/disk/x")
+        if settings.where == "read-only":
+            raise OSError(30, "Read-only file system", "/disk/y")
+        if settings.where == "socket":
+            raise OSError(98, "Address already in use")
         if settings.where == "bug":
             raise RuntimeError("a bug")
 
@@ -170,6 +174,11 @@ def test_entry_exit_codes_and_streams(small_config, capsys):
     assert main.run(["where=full"]) == 1
     error = capsys.readouterr().err
     assert "/disk/x" in error and "space" in error and error.count("\n") == 1
+    assert main.run(["where=read-only"]) == 1
+    error = capsys.readouterr().err
+    assert "error: /disk/y: read-only file system" in error and error.count("\n") == 1
+    with pytest.raises(OSError, match="in use"):
+        main.run(["where=socket"])
     with pytest.raises(RuntimeError, match="a bug"):
         main.run(["where=bug"])
     seen.clear()

@@ -154,8 +154,11 @@ def test_all_ranks_hear_of_the_main_ones_error(tmp_path):
 
 def test_unwritable_place_is_an_os_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(OSError, match="file") as caught:
         open_run(settings_in(tmp_path / "file"))
+    assert caught.value.filename == str(tmp_path / "file") and str(caught.value).count("Errno") == 1
+    with pytest.raises(OSError, match="name too long"):
+        open_run(settings_in(tmp_path, "name=" + "x" * 300))
 
 
 def test_interrupted_write_leaves_the_old_text(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,24 @@ def test_input_that_cannot_be_meant(
     assert run_here(corpus, tmp_path, "train.steps=2", *overrides) == 1
     assert said in error_of(capsys)
     assert os.listdir(tmp_path) == []
+
+
+def test_places_that_cannot_be_written(corpus: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "file").write_text("")
+    for runs in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert run_here(corpus, runs, "train.steps=2") == 1
+        assert f"{tmp_path / 'file'}" in error_of(capsys)
+    assert run_here(corpus, tmp_path, "train.steps=2", "name=" + "x" * 300) == 1
+    assert "file name too long" in error_of(capsys)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_token_files_without_their_tokenizer(corpus: Path, tmp_path: Path, capsys: Captured) -> None:
+    shutil.copytree(corpus, tmp_path / "tokens")
+    shutil.rmtree(tmp_path / "tokens" / "tokenizer")
+    assert run_here(tmp_path / "tokens", tmp_path / "runs", "train.steps=2") == 1
+    assert "tokenizer: expected tokenizer.json, found none" in error_of(capsys)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_no_held_out_split(corpus: Path, tmp_path: Path) -> None:
