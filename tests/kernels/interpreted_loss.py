@@ -1,0 +1,51 @@
+"""The fused linear cross-entropy in Triton's interpreter; run by test_loss.py in a process with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from efla_kernels.triton import cross_entropy
+from torch import Tensor
+
+
+def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = hidden.double() @ weight.double().t()
+    return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+
+
+@pytest.mark.parametrize(("tokens", "vocabulary", "spread"), [(20, 5001, 1.0), (1, 17, 1.0), (9, 4096, 30.0)])
+def test_fused_equals_float64(tokens: int, vocabulary: int, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in uneven blocks, vocabularies off the block, logits far beyond exp's range, an incoming gradient."""
+    monkeypatch.setattr(cross_entropy, "ROWS", 7)
+    generator = torch.Generator().manual_seed(0)
+    hidden = (torch.randn(tokens, 16, generator=generator) * spread).requires_grad_()
+    weight = torch.randn(vocabulary, 16, generator=generator).requires_grad_()
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    loss = cross_entropy.fused_linear_cross_entropy(hidden, weight, targets)
+    truth = reference(hidden, weight, targets)
+    assert abs(loss.item() / truth.item() - 1) < 1e-6
+    ours = torch.autograd.grad(loss * 0.25, (hidden, weight))
+    theirs = torch.autograd.grad(truth * 0.25, (hidden, weight))
+    for got, expected in zip(ours, theirs, strict=True):
+        assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_ignored_targets_cost_nothing() -> None:
+    hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)
+    targets = torch.tensor([3, -100, 5, -100, -100, 39])
+    kept = targets >= 0
+    loss = cross_entropy.fused_linear_cross_entropy(hidden, weight, targets)
+    alone = cross_entropy.fused_linear_cross_entropy(hidden[kept], weight, targets[kept])
+    torch.testing.assert_close(loss, alone)
+    d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
+    assert not d_hidden[~kept].any()
+    torch.testing.assert_close(d_weight, torch.autograd.grad(alone, weight)[0])
+    nothing = cross_entropy.fused_linear_cross_entropy(hidden, weight, torch.full((6,), -100))
+    assert nothing.item() == 0 and not torch.autograd.grad(nothing, hidden)[0].any()
+
+
+def test_without_gradients_the_same_loss() -> None:
+    hidden, weight, targets = torch.randn(6, 16), torch.randn(40, 16), torch.arange(6)
+    with torch.no_grad():
+        loss = cross_entropy.fused_linear_cross_entropy(hidden, weight, targets)
+    torch.testing.assert_close(loss.double(), reference(hidden, weight, targets))

@@ -1,0 +1,44 @@
+"""linear_cross_entropy: PyTorch's form on a CPU, and the fused form in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from efla_kernels import linear_cross_entropy
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_sum_over_counted_rows(dtype: torch.dtype, bound: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(7, 8, generator=generator).to(dtype), torch.randn(11, 8, generator=generator).to(dtype)
+    targets = torch.tensor([0, 10, -100, 3, 3, -100, 7])
+    log_p = torch.log_softmax(hidden.double() @ weight.double().t(), -1)
+    by_hand = -sum(log_p[row, target] for row, target in enumerate(targets.tolist()) if target >= 0)
+    assert abs(linear_cross_entropy(hidden, weight, targets).item() / by_hand.item() - 1) < bound
+
+
+def test_shapes_are_checked() -> None:
+    hidden, weight, targets = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"hidden \[N, D\] and weight \[V, D\].*\[3, 4\] and \[5, 6\]"):
+        linear_cross_entropy(hidden, torch.zeros(5, 6), targets)
+    with pytest.raises(ValueError, match=r"targets: expected \[3\].*\[2\]"):
+        linear_cross_entropy(hidden, weight, targets[:2])
+
+
+@pytest.mark.timeout(300)
+def test_fused_form_in_the_interpreter() -> None:
+    """In a process of its own: Triton decides at its import whether it interprets."""
+    pytest.importorskip("triton")
+    root = HERE.parents[1]
+    folders = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": folders}
+    command = [sys.executable, "-m", "pytest", str(HERE / "interpreted_loss.py"), "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, "-p", "no:xdist"], env=environment, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
