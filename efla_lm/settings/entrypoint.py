@@ -175,7 +175,7 @@ def _report(error: BaseException, every_rank: bool) -> None:
     elif isinstance(error, FileNotFoundError) and error.filename is not None:
         message = f"{error.filename}: no such file or folder"
     elif isinstance(error, OSError) and error.filename is not None:
-        message = f"{error.filename}: {(error.strerror or 'cannot be used').lower()}; name another place, or free this one"
+        message = f"{error.filename}: {(error.strerror or 'cannot be used').lower()}; choose another place, or free it"
     else:
         message = " ".join(str(error).split())
     if rank == "0":

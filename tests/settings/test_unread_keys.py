@@ -64,7 +64,6 @@ def fake_tracker(monkeypatch):
 @pytest.mark.timeout(180)
 def test_every_key_is_read_by_preparation_or_training(tmp_path, monkeypatch, fake_tracker):
     from scripts.prepare import main as prepare
-
     from train import main as train
 
     monkeypatch.chdir(tmp_path)
