@@ -99,14 +99,21 @@ def write_task_files(folder: Path, documents: int = 5) -> Path:
         )
         rows["hellaswag"].append(
             {
-                "ind": n, "activity_label": "Gardening", "ctx_a": some_words(rng, 6) + ".", "ctx_b": "he",
-                "ctx": "", "endings": [some_words(rng, 5 + i) for i in range(4)], "label": str(rng.randrange(4)),
+                "ind": n,
+                "activity_label": "Gardening",
+                "ctx_a": some_words(rng, 6) + ".",
+                "ctx_b": "he",
+                "ctx": "",
+                "endings": [some_words(rng, 5 + i) for i in range(4)],
+                "label": str(rng.randrange(4)),
             }
         )
         first, second = rng.sample(["Newton", "Amazon", "Thursday"], 2)
         rows["winogrande"].append(
             {
-                "sentence": f"{some_words(rng, 5)} _ {some_words(rng, 4)}.", "option1": first, "option2": second,
+                "sentence": f"{some_words(rng, 5)} _ {some_words(rng, 4)}.",
+                "option1": first,
+                "option2": second,
                 "answer": rng.choice("12"),
             }
         )
@@ -118,8 +125,11 @@ def write_task_files(folder: Path, documents: int = 5) -> Path:
         )
         rows["sciq"].append(
             {
-                "question": some_words(rng, 6), "distractor1": some_words(rng, 1), "distractor2": some_words(rng, 2),
-                "distractor3": some_words(rng, 1), "correct_answer": some_words(rng, 1),
+                "question": some_words(rng, 6),
+                "distractor1": some_words(rng, 1),
+                "distractor2": some_words(rng, 2),
+                "distractor3": some_words(rng, 1),
+                "correct_answer": some_words(rng, 1),
                 "support": some_words(rng, 20) if n else "",
             }
         )

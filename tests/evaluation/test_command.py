@@ -177,9 +177,7 @@ def test_a_checkpoint_that_cannot_be_used_is_one_clear_line(
     assert complaint in lines[-1]
 
 
-def test_damaged_weights_are_one_clear_line(
-    evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_weights_are_one_clear_line(evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export = save_export(tmp_path / "export")
     weights = export / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -263,9 +261,7 @@ def test_generation_continues_the_prompt_and_repeats_with_its_seed(
 
 
 @pytest.mark.parametrize("bad", ["temperature=-1", "top_p=0", "top_k=0", "max_new_tokens=0"])
-def test_generation_refuses_values_out_of_range(
-    bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generation_refuses_values_out_of_range(bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     assert generate.main.run([f"checkpoint={run}", 'prompt="the"', bad]) == 1
     assert bad.partition("=")[0] in capsys.readouterr().err
