@@ -50,6 +50,7 @@ class EvalSettings:
         for name, value in {"bootstrap": self.bootstrap, "tasks.num_fewshot": self.tasks.num_fewshot}.items():
             if value < 0:
                 raise UserError(f"{name}={value}: expected 0 or more")
+        _check_seed(self.seed)
         if not self.tasks.names:
             raise UserError("tasks.names is empty: choose tasks=paper or tasks=heldout, or list lm-eval tasks")
         if self.tasks.local_dir and self.tasks.num_fewshot:
@@ -58,7 +59,7 @@ class EvalSettings:
     @property
     def rows(self) -> int | str:
         """`batch_size` as a number where it is one."""
-        return int(self.batch_size) if self.batch_size.isdigit() else self.batch_size
+        return int(self.batch_size) if self.batch_size.isdecimal() else self.batch_size
 
 
 @dataclass
@@ -83,3 +84,14 @@ class GenerateSettings:
     dtype: str = key("fp32", "type of weights and activations", choices=("fp32", "bf16"))
     device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
     bos: str = key("auto", "prompt opens with BOS; auto: as the tokenizer does it", choices=("auto", "always", "never"))
+
+    def validate(self) -> None:
+        """Raise UserError for values that no generation can mean. Called once by `entry`, before a model is loaded."""
+        _check_seed(self.seed)
+        if any("\ud800" <= character <= "\udfff" for character in self.prompt):
+            raise UserError("prompt: expected text, got bytes that are not UTF-8; set the terminal's encoding to UTF-8")
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 1 << 32:
+        raise UserError(f"seed={seed}: expected 0 or more, below 2^32")

@@ -201,6 +201,8 @@ def test_a_misspelt_key_and_a_missing_checkpoint_are_usage_errors(
         ("limit=0", "limit=0: expected at least 1"),
         ("context=0", "context=0: expected at least 1"),
         ("bootstrap=-1", "bootstrap=-1: expected 0 or more"),
+        ("seed=-1", "seed=-1: expected 0 or more"),
+        ("batch_size=²", "batch_size=²: expected a positive number"),
         ("batch_size=0", "batch_size=0: expected a positive number"),
         ("batch_size=many", "batch_size=many: expected a positive number"),
         ("tasks.num_fewshot=2", "local copies hold the evaluated split only"),
@@ -260,7 +262,9 @@ def test_generation_continues_the_prompt_and_repeats_with_its_seed(
     assert greedy == tokenizer.decode(out[0], skip_special_tokens=True) + "\n"
 
 
-@pytest.mark.parametrize("bad", ["temperature=-1", "top_p=0", "top_k=0", "max_new_tokens=0"])
+@pytest.mark.parametrize(
+    "bad", ["temperature=-1", "top_p=0", "top_k=0", "max_new_tokens=0", f"seed={1 << 32}", "prompt=a\udcff"]
+)
 def test_generation_refuses_values_out_of_range(bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     assert generate.main.run([f"checkpoint={run}", 'prompt="the"', bad]) == 1
