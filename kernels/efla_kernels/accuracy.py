@@ -64,28 +64,31 @@ class Case:
     def sequences(self) -> int:
         return self.batch if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
-    def inputs(self, seed: int, device: torch.device | str) -> dict[str, Tensor]:
-        """The op's tensors by argument name, drawn on the CPU: the same numbers on every machine."""
-        generator = torch.Generator().manual_seed(seed)
+    def inputs(self, seed: int, device: torch.device | str, drawn_on: str = "cpu") -> dict[str, Tensor]:
+        """The op's tensors by argument name; drawn on the CPU they are the same numbers on every machine."""
+        generator = torch.Generator(drawn_on).manual_seed(seed)
         lead = (self.batch, self.tokens, self.heads)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
+            return torch.randn(*shape, generator=generator, device=drawn_on)
 
         q, k, v = normal(*lead, self.key_width), normal(*lead, self.key_width), normal(*lead, self.value_width)
         if self.keys == "near":
             k = normal(self.batch, 1, self.heads, self.key_width) + 0.01 * k
         norm = self.key_norm
-        exponents = 4 * torch.rand(*lead, 1, generator=generator) - 2
+        exponents = 4 * torch.rand(*lead, 1, generator=generator, device=drawn_on) - 2
         k = F.normalize(k, dim=-1) * (10.0**exponents if norm is None else norm)
-        logit, u = normal(*lead), torch.rand(*lead, generator=generator)
+        logit, u = normal(*lead), torch.rand(*lead, generator=generator, device=drawn_on)
         qkv = [x.to(self.dtype) for x in (q, k, v)]
         gates = {"beta_logit": logit.to(self.dtype)}
         decay = DECAYS[self.decay or "mixed"](u)
         if self.op == "delta_rule":
             # 0 <= erase |k|^2 <= 1 keeps the rule stable; erase and write differ
             lam = qkv[1].double().square().sum(-1).float()
-            gates = {"erase": torch.sigmoid(logit) / lam, "write": torch.rand(*lead, generator=generator) / lam.sqrt()}
+            gates = {
+                "erase": torch.sigmoid(logit) / lam,
+                "write": torch.rand(*lead, generator=generator, device=drawn_on) / lam.sqrt(),
+            }
             if self.decay is not None:
                 gates["log_decay"] = decay.clamp(min=-1e4)
         elif self.op.startswith("gated"):

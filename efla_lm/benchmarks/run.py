@@ -1,0 +1,211 @@
+"""Measures every implementation of every op: compiled side by side, checked against float64, then timed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from efla_kernels.accuracy import Case, relative_errors
+from torch import Tensor
+
+from efla_lm.benchmarks import decoding
+from efla_lm.benchmarks.calls import Call, Unserved, make_call
+from efla_lm.benchmarks.settings import BenchSettings
+from efla_lm.benchmarks.timing import device_time, peak_memory_mib, wall_time
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Ours may not be timed while it is wrong; a peer beyond its bound is reported as it is.
+BOUND = {"bf16": 2e-2, "fp16": 2e-2, "fp32": 1e-4}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One op at one shape."""
+
+    op: str
+    batch: int
+    tokens: int
+    heads: int
+    width: int
+    dtype: str
+
+    def case(self) -> Case:
+        """Raw keys of norm 4, no states: what the op is trained with."""
+        return Case(
+            self.op, DTYPES[self.dtype], batch=self.batch, tokens=self.tokens, heads=self.heads,
+            key_width=self.width, value_width=self.width, initial=False, final=False,
+        )  # fmt: skip
+
+    def row(self, impl: str, direction: str) -> dict[str, Any]:
+        """The columns that say what was measured."""
+        return {
+            "op": self.op, "impl": impl, "batch": self.batch, "tokens": self.tokens, "heads": self.heads,
+            "key_width": self.width, "value_width": self.width, "dtype": self.dtype, "direction": direction,
+        }  # fmt: skip
+
+
+def shapes(settings: BenchSettings, op: str, impl: str, heads: int) -> list[Shape]:
+    """The shapes of one implementation; the PyTorch form, slow and large, takes the first only."""
+    pairs = settings.pairs()[:1] if impl == "torch" else settings.pairs()
+    return [Shape(op, batch, tokens, heads, settings.width, settings.dtype) for batch, tokens in pairs]
+
+
+def outputs(call: Call, tensors: dict[str, Tensor], leaf_names: list[str]) -> dict[str, Tensor]:
+    """The output and the gradients to the op's own inputs."""
+    leaves = {n: tensors[n].detach().requires_grad_() for n in leaf_names}
+    o = call.whole(leaves)
+    grads = torch.autograd.grad(o, list(leaves.values()), tensors["do"].to(o.dtype))
+    return {"o": o.detach()} | {"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def accuracy(shape: Shape, impls: list[str], seeds: int) -> dict[str, dict[str, float] | str]:
+    """By implementation: the worst relative error of each output over the seeds, or why there is none."""
+    found: dict[str, dict[str, float] | str] = {}
+    case = shape.case()
+    for seed in range(seeds):
+        tensors = case.inputs(seed, "cuda", drawn_on="cuda")
+        truth = case.truth(tensors)
+        leaf_names = [n for n in tensors if n not in ("do", "d_final")]
+        for impl in impls:
+            if isinstance(found.get(impl), str):
+                continue
+            try:
+                call = make_call(shape.op, impl, tensors)
+                errors = relative_errors(outputs(call, tensors, leaf_names), truth)
+            except (Unserved, RuntimeError, ValueError) as error:  # a peer may refuse: say so and go on
+                if impl == "ours":
+                    raise
+                try:  # forward alone
+                    with torch.no_grad():
+                        errors = relative_errors(
+                            {"o": make_call(shape.op, impl, tensors).whole(tensors)}, _output(truth)
+                        )
+                except (Unserved, RuntimeError, ValueError):
+                    found[impl] = " ".join(str(error).split())[:300]
+                    continue
+            worst = found.setdefault(impl, {})
+            assert isinstance(worst, dict)
+            for name, error_ in errors.items():
+                worst[name] = max(error_, worst.get(name, 0.0))
+    return found
+
+
+def _output(truth: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"o": truth["o"]}
+
+
+def measure(shape: Shape, impl: str, direction: str, errors: dict[str, float], repeats: int) -> dict[str, Any]:
+    """One row of the result file."""
+    tensors = shape.case().inputs(0, "cuda", drawn_on="cuda")
+    call = make_call(shape.op, impl, tensors)
+    leaves = {name: x.detach().requires_grad_(direction == "fwd_bwd") for name, x in call.leaves.items()}
+    do = tensors["do"]
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return call.timed(leaves)
+
+    def both() -> Any:
+        return torch.autograd.grad(call.timed(leaves), list(leaves.values()), do)
+
+    function = forward if direction == "fwd" else both
+    relevant = {"o": errors["o"]} if direction == "fwd" else errors
+    return shape.row(impl, direction) | _figures(function, repeats) | _errors(relevant)
+
+
+def _figures(function: Any, repeats: int) -> dict[str, Any]:
+    peak = peak_memory_mib(function)
+    wall, device = wall_time(function, repeats), device_time(function, repeats)
+    return {
+        "device_us": device.median, "device_us_quartiles": [device.lower, device.upper],
+        "device_by_graph": device.by_graph, "wall_us": wall.median, "wall_us_quartiles": [wall.lower, wall.upper],
+        "peak_mib": peak,
+    }  # fmt: skip
+
+
+def _errors(errors: dict[str, float]) -> dict[str, Any]:
+    return {"rel_err": max(errors.values()), "rel_errs": errors}
+
+
+def measure_op(settings: BenchSettings, op: str, heads: int) -> Iterator[dict[str, Any]]:
+    """The rows of one op, correctness first at each shape; a row with `skipped` says why there is no figure."""
+    by_shape: dict[Shape, list[str]] = {
+        shape: [] for impl in settings.impls for shape in shapes(settings, op, impl, heads)
+    }
+    for impl in settings.impls:
+        for shape in shapes(settings, op, impl, heads):
+            by_shape[shape].append(impl)
+    for shape, impls in by_shape.items():
+        found = accuracy(shape, impls, settings.seeds)
+        for impl in impls:
+            errors = found[impl]
+            for direction in [d for d in settings.directions if d != "decode"]:
+                if isinstance(errors, str):
+                    yield shape.row(impl, direction) | {"skipped": errors}
+                    continue
+                if impl == "ours" and not max(errors.values()) <= BOUND[shape.dtype]:
+                    raise AssertionError(f"{shape.row(impl, direction)}: wrong before it is timed: {errors}")
+                if direction == "fwd_bwd" and "dq" not in errors:
+                    yield shape.row(impl, direction) | {"skipped": "its backward pass refuses to run here"}
+                    continue
+                try:
+                    yield measure(shape, impl, direction, errors, settings.repeats)
+                except (RuntimeError, ValueError) as error:
+                    if impl == "ours":
+                        raise
+                    yield shape.row(impl, direction) | {"skipped": " ".join(str(error).split())[:300]}
+                torch.cuda.empty_cache()
+
+
+def measure_decoding(settings: BenchSettings, op: str, heads: int) -> Iterator[dict[str, Any]]:
+    """The decoding step's rows."""
+    for batch in settings.decode_batches:
+        shape = Shape(op, batch, 1, heads, settings.width, settings.dtype)
+        for impl in settings.impls:
+            inputs = decoding.decode_inputs(op, batch, heads, settings.width, DTYPES[settings.dtype], "cuda")
+            expected = {"o": decoding.truth(op, inputs)}
+            try:
+                step = decoding.make_step(op, impl, inputs)
+                with torch.no_grad():
+                    errors = relative_errors({"o": step()}, expected)
+                    if impl == "ours" and not errors["o"] <= BOUND[shape.dtype]:
+                        raise AssertionError(f"{shape.row(impl, 'decode')}: wrong before it is timed: {errors}")
+                    yield shape.row(impl, "decode") | _figures(step, settings.repeats) | _errors(errors)
+            except (Unserved, RuntimeError, ValueError, TypeError) as error:
+                if impl == "ours":
+                    raise
+                yield shape.row(impl, "decode") | {"skipped": " ".join(str(error).split())[:300]}
+
+
+def compile_side_by_side(settings: BenchSettings) -> None:
+    """Compile everything in parallel processes; what they leave in Triton's cache on disk is then found ready."""
+    jobs = [
+        (settings, op, impl, heads) for op in settings.ops for heads in settings.heads for impl in settings.impls
+        if impl != "torch"
+    ]  # fmt: skip
+    # fla would keep the tuning of these processes, which disturb each other; the measuring one tunes anew
+    os.environ["FLA_CACHE_RESULTS"] = "0"
+    with ProcessPoolExecutor(min(settings.workers, len(jobs)), mp_context=get_context("spawn")) as pool:
+        for done in [pool.submit(warm, *job) for job in jobs]:
+            done.result()
+
+
+def warm(settings: BenchSettings, op: str, impl: str, heads: int) -> None:
+    """Run one implementation once at every shape."""
+    for shape in shapes(settings, op, impl, heads):
+        tensors = shape.case().inputs(0, "cuda", drawn_on="cuda")
+        try:
+            call = make_call(op, impl, tensors)
+            leaf_names = [n for n in tensors if n not in ("do", "d_final")]
+            with torch.no_grad():
+                call.timed(call.leaves)
+            if "fwd_bwd" in settings.directions:
+                outputs(call, tensors, leaf_names)
+        except (Unserved, RuntimeError, ValueError):
+            return  # the measuring process will say it
+    torch.cuda.synchronize()

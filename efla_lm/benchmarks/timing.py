@@ -1,0 +1,86 @@
+"""Time and memory of a function of tensors on a GPU, as medians with quartiles."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds: the median, and the quartiles around it. `by_graph` False: events around eager calls."""
+
+    median: float
+    lower: float
+    upper: float
+    by_graph: bool = True
+
+    @staticmethod
+    def of(samples: list[float], by_graph: bool = True) -> Timing:
+        lower, _, upper = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
+        return Timing(round(statistics.median(samples), 2), round(lower, 2), round(upper, 2), by_graph)
+
+
+def device_time(function: Callable[[], Any], repeats: int) -> Timing:
+    """Time on the device alone: replays of a CUDA graph of one call, so that no launch is waited for.
+
+    What cannot be captured is timed by events around eager calls, with launches included where they are the limit.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph, kept, captured = torch.cuda.CUDAGraph(), None, True
+    try:
+        with torch.cuda.graph(graph):
+            kept = function()
+    except RuntimeError:  # some library call of it is not allowed in a capture
+        torch.cuda.synchronize()
+        captured = False
+    run = graph.replay if captured else function
+    for _ in range(3):
+        run()
+    samples = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        samples.append(1e3 * start.elapsed_time(end))
+    del kept
+    return Timing.of(samples, captured)
+
+
+def wall_time(function: Callable[[], Any], repeats: int, calls: int = 10) -> Timing:
+    """Time per call as a program sees it that calls back to back: the slower of launching and running."""
+    for _ in range(3):
+        function()
+    samples = []
+    for _ in range(max(3, repeats // calls)):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        torch.cuda.synchronize()
+        samples.append(1e6 * (time.perf_counter() - start) / calls)
+    return Timing.of(samples, by_graph=False)
+
+
+def peak_memory_mib(function: Callable[[], Any]) -> float:
+    """Most memory that one call holds beyond what was held before it; its results included."""
+    function()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)

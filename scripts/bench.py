@@ -1,0 +1,86 @@
+"""Speed of the ops beside the peers installed: `python -m scripts.bench [ops=[efla,deltanet] heads=[8] out=FILE]`.
+
+Same inputs, same process, correctness against float64 first. One JSON per run under `results/`; `table=FILE` prints an
+earlier one as a table and draws its plot of time against length (FILE with .png).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from efla_kernels.environment import describe_environment
+
+from efla_lm.benchmarks import report, run
+from efla_lm.benchmarks.settings import BenchSettings
+from efla_lm.errors import UserError
+from efla_lm.settings import entry, to_dict
+
+
+@entry("bench", BenchSettings)
+def main(settings: BenchSettings) -> int:
+    """Measure the token mixers, forward, forward + backward and decoding, beside flash-linear-attention's."""
+    if settings.table:
+        show(Path(settings.table))
+        return 0
+    if not torch.cuda.is_available():
+        print("no accelerator found: there is nothing to time here. `table=FILE` prints an earlier result.")
+        return 0
+    path = Path(settings.out or time.strftime("results/ops-%Y%m%d-%H%M%S.json"))
+    if path.is_dir():
+        raise UserError(f"out={path} is a folder: name the file")
+    start = time.perf_counter()
+    os.environ["FLA_CACHE_RESULTS"] = "0"  # see `compile_side_by_side`
+    if settings.workers:
+        run.compile_side_by_side(settings)
+    compiled = time.perf_counter() - start
+    print(f"compiled in {compiled:.0f} s", flush=True)
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"environment": describe_environment(), "settings": to_dict(settings), "rows": rows}
+    try:
+        for op in settings.ops:
+            for heads in settings.heads:
+                for row in run.measure_op(settings, op, heads):
+                    record(rows, row)
+                if "decode" in settings.directions:
+                    for row in run.measure_decoding(settings, op, heads):
+                        record(rows, row)
+    finally:  # what was measured before a failure is kept
+        result["seconds"] = round(time.perf_counter() - start, 1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"{path}: {len(rows)} rows in {result['seconds']} s")
+    show(path)
+    return 0
+
+
+def record(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Keep a row and say it."""
+    rows.append(row)
+    name = f"{row['op']:<15}{row['impl']:<6}{row['batch']}x{row['tokens']} H={row['heads']} {row['direction']}"
+    if "skipped" in row:
+        print(f"{name:<48} skipped: {row['skipped']}", flush=True)
+    else:
+        print(
+            f"{name:<48} device {row['device_us']:9.1f} us  wall {row['wall_us']:9.1f} us  "
+            f"rel_err {row['rel_err']:.1e}  peak {row['peak_mib']:.0f} MiB",
+            flush=True,
+        )
+
+
+def show(path: Path) -> None:
+    """Print a result file's table and draw its plot beside it."""
+    if not path.is_file():
+        raise FileNotFoundError(2, "no such file", str(path))
+    result = report.load(path)
+    print(report.markdown(result))
+    report.plot(result, path.with_suffix(".png"))
+    print(f"plot: {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main()

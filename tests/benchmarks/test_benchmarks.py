@@ -1,0 +1,112 @@
+"""The benchmark on a CPU: which op of fla stands for which of ours, the result file's table and plot, the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from efla_kernels.accuracy import relative_errors
+
+from efla_lm.benchmarks import calls, decoding, report, run
+from efla_lm.benchmarks.settings import BenchSettings
+from scripts import bench
+
+
+def small(op: str) -> run.Shape:
+    return run.Shape(op, batch=1, tokens=20, heads=2, width=16, dtype="fp32")
+
+
+def naive(op: str) -> Any:
+    """fla's PyTorch recurrences in the place of its kernels, which need a GPU."""
+    if op == "gated_efla":
+        return pytest.importorskip("fla.ops.gdn2.naive").naive_recurrent_gdn2
+
+    def rule(q, k, v, beta, g=None, use_qk_l2norm_in_kernel=False):
+        # delta_rule's kernels in the words of the other naive form: one gate for all channels
+        if use_qk_l2norm_in_kernel:
+            q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        decay = torch.zeros_like(q) if g is None else g.unsqueeze(-1).expand_as(q)
+        return naive("gated_efla")(q, k, v, decay, *2 * [beta.unsqueeze(-1).expand_as(q)])
+
+    return rule
+
+
+@pytest.mark.parametrize("op", ["deltanet", "efla", "gated_deltanet", "gated_efla"])
+def test_flas_op_computes_ours(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    """Output and every gradient from the logits on, and the timed call gives the same output."""
+    monkeypatch.setattr(calls, "_fla_kernel", naive)
+    case = small(op).case()
+    tensors = case.inputs(0, "cpu")
+    truth = case.truth(tensors)
+    call = calls.make_call(op, "fla", tensors)
+    got = run.outputs(call, tensors, calls.names(op))
+    assert max(relative_errors(got, truth).values()) < 1e-5
+    assert max(relative_errors({"o": call.timed(call.leaves)}, {"o": truth["o"]}).values()) < 1e-5
+
+
+def test_decoding_inputs_fit_the_op() -> None:
+    for rule in ("deltanet", "gated_efla"):
+        inputs = decoding.decode_inputs(rule, 2, 2, 16, torch.float32, "cpu")
+        expected = decoding.truth(rule, inputs)
+        got = decoding.make_step(rule, "torch", inputs)()
+        assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
+def result() -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    figures = {"wall_us": 500.0, "rel_err": 4e-3, "peak_mib": 100.0}
+    for heads in (8, 16):
+        for batch, tokens in ((8, 2048), (1, 16384)):
+            for op, impl, us in (("efla", "ours", 100.0), ("deltanet", "fla", 250.0), ("gated_efla", "ours", 110.0)):
+                shape = run.Shape(op, batch, tokens, heads, 128, "bf16")
+                rows.append(shape.row(impl, "fwd_bwd") | figures | {"device_us": us})
+    rows.append(run.Shape("gated_deltanet", 8, 2048, 8, 128, "bf16").row("fla", "fwd_bwd") | {"skipped": "refuses"})
+    names = ("gpu", "driver", "torch", "triton", "flash-linear-attention", "commit")
+    return {"environment": dict.fromkeys(names, "x"), "rows": rows}
+
+
+def test_table_ratios_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ops.json"
+    file.write_text(json.dumps(result()))
+    assert bench.main.run([f"table={file}"]) == 0
+    said = capsys.readouterr().out
+    assert "| EFLA, ours | 100 (500) | 100 (500) | 100 (500) | 100 (500) | 4.0e-03 | 100 |" in said
+    assert "EFLA fwd_bwd against fla's DeltaNet, device time: 2.50x (geometric mean of 4)" in said
+    assert "Gated EFLA over EFLA, fwd_bwd, ours: 1.100" in said
+    assert "Gated DeltaNet, fla, fwd_bwd: refuses" in said
+    assert file.with_suffix(".png").stat().st_size > 5000
+    assert set(report.ratios(result(), "efla", "fwd_bwd")) == {
+        "H=8 8x2048", "H=8 1x16384", "H=16 8x2048", "H=16 1x16384",
+    }  # fmt: skip
+
+
+def test_rows_carry_the_columns_that_readers_rely_on() -> None:
+    row = small("efla").row("ours", "fwd")
+    expected = "op impl batch tokens heads key_width value_width dtype direction"
+    assert list(row) == expected.split()
+
+
+def test_the_pytorch_form_takes_the_first_shape_only() -> None:
+    settings = BenchSettings()
+    assert len(run.shapes(settings, "efla", "ours", 8)) == 4
+    assert [s.batch for s in run.shapes(settings, "efla", "torch", 8)] == [8]
+
+
+@pytest.mark.parametrize("argument", ["shapes=[8by2048]", "impls=[cuda]", "ops=[mamba2]", "seeds=0"])
+def test_values_that_mean_nothing_are_refused(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main.run([argument]) in (1, 2)
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says so only without a GPU")
+def test_without_an_accelerator_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main.run([]) == 0
+    assert "no accelerator" in capsys.readouterr().out
+
+
+def test_a_missing_result_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main.run([f"table={tmp_path / 'none.json'}"]) == 1
+    assert "none.json" in capsys.readouterr().err
