@@ -167,7 +167,7 @@ _GLYPHS = ("75557", "26227", "71747", "71717", "55711", "74717", "74757", "71111
 
 
 def synthetic_digits(count: int, seed: int, side: int = 28) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Stand-ins for MNIST, easy to learn: blocky figures at random places and strengths over faint noise."""
+    """Stand-ins for MNIST, easy to learn: blocky figures, shifted a little, of random strength over faint noise."""
     generator = np.random.default_rng(seed)
     labels = generator.integers(0, 10, count)
     images = generator.integers(0, 30, (count, side, side)).astype(np.uint8)
@@ -175,7 +175,7 @@ def synthetic_digits(count: int, seed: int, side: int = 28) -> tuple[NDArray[np.
     for image, label in zip(images, labels):
         bits = np.array([[int(row) >> shift & 1 for shift in (2, 1, 0)] for row in _GLYPHS[label]])
         stroke = np.kron(bits, np.ones((cell, cell), np.int64))
-        top, left = generator.integers(0, (side - stroke.shape[0] + 1, side - stroke.shape[1] + 1))
+        top, left = ((side - size) // 2 + generator.integers(-1, 2) for size in stroke.shape)
         patch = image[top : top + stroke.shape[0], left : left + stroke.shape[1]]
         patch[stroke > 0] = generator.integers(150, 256)
     return images, labels
