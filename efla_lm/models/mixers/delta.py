@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import efla_kernels
+import torch
 from torch import Tensor, nn
 
 from efla_lm.models.cache import LayerState
@@ -36,7 +37,7 @@ class DeltaMixer(nn.Module):
         super().__init__()
         hidden, heads, width = config.hidden_size, config.num_heads, config.key_size
         self.heads, self.head_dim, self.backend = heads, config.head_dim, config.backend
-        self.rule = RULES[config.mixer]
+        self.rule, self.rule_name, self.norm_eps = RULES[config.mixer], config.mixer, config.norm_eps
         self.qkv_proj = nn.Linear(hidden, 3 * width, bias=False)
         self.qkv_conv = ShortConvolution(3 * width, config.conv_size)
         self.b_proj = nn.Linear(hidden, heads, bias=False)
@@ -45,7 +46,7 @@ class DeltaMixer(nn.Module):
             self.a_proj = nn.Linear(hidden, heads, bias=False)
             self.decay = Decay(heads)
         self.g_proj: nn.Linear | None = None
-        self.o_norm: nn.Module = RMSNorm(config.head_dim, config.norm_eps)
+        self.o_norm: RMSNorm | GatedRMSNorm = RMSNorm(config.head_dim, config.norm_eps)
         if config.output_gate:
             self.g_proj = nn.Linear(hidden, width, bias=False)
             self.o_norm = GatedRMSNorm(config.head_dim, config.norm_eps)
@@ -54,6 +55,8 @@ class DeltaMixer(nn.Module):
     def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
         """hidden [B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
         x = info.hide_padding(hidden)
+        if layer is not None and self._decodes(x, info, layer):
+            return self._decode(x[:, 0], layer).unsqueeze(1)
         qkv, conv_state = self.qkv_conv(self.qkv_proj(x), None if layer is None else layer.conv, info)
         # The convolution carries tokens into padding on their right: k = v = 0 there keeps the state as it is.
         q, k, v = info.hide_padding(qkv).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
@@ -74,3 +77,25 @@ class DeltaMixer(nn.Module):
         else:
             o = self.o_norm(o, self.g_proj(x).unflatten(-1, (self.heads, self.head_dim)))
         return self.o_proj(o.flatten(2))
+
+    def _decodes(self, x: Tensor, info: SequenceInfo, layer: LayerState) -> bool:
+        """Whether this pass is one token per sequence that the fused step may serve: no gradient, nothing masked."""
+        if x.shape[1] != 1 or layer.conv is None or layer.state is None or torch.is_grad_enabled():
+            return False
+        plain = info.mask is None and info.cu_seqlens is None and not torch.compiler.is_compiling()
+        return plain and efla_kernels.fuses_decoding(self.backend, x.device, self.rule_name)
+
+    def _decode(self, x: Tensor, layer: LayerState) -> Tensor:
+        """x [B, hidden_size] -> the same; everything between the projections in one kernel, states in place."""
+        assert layer.conv is not None and layer.state is not None
+        qkv = self.qkv_proj(x)
+        layer.conv = layer.conv.to(qkv.dtype).contiguous()
+        decay = {}
+        if self.decay is not None:
+            decay = {"decay_logit": self.a_proj(x), "A_log": self.decay.A_log, "dt_bias": self.decay.dt_bias}
+        gate = None if self.g_proj is None else self.g_proj(x).unflatten(-1, (self.heads, self.head_dim))
+        y = efla_kernels.decode_step(
+            self.rule_name, qkv, layer.conv, self.qkv_conv.weight, self.b_proj(x), layer.state, self.o_norm.weight,
+            output_gate=gate, norm_eps=self.norm_eps, backend=self.backend, **decay,
+        )  # fmt: skip
+        return self.o_proj(y.flatten(1))
