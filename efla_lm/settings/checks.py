@@ -10,6 +10,7 @@ from efla_lm.settings.schema import (
     LoopSettings,
     OptimSettings,
     ParallelSettings,
+    PrepareSettings,
     ScheduleSettings,
     TrainSettings,
 )
@@ -59,6 +60,12 @@ def check_data(data: DataSettings) -> None:
         raise UserError(f"data.heldout_fraction: got {data.heldout_fraction}, expected from 0 to below 1, e.g. 0.01")
     for name in ("context", "vocab_size", "max_tokens"):
         _positive(f"data.{name}", getattr(data, name))
+
+
+def check_prepare(settings: PrepareSettings) -> None:
+    """All checks of a preparation. Raises UserError."""
+    _positive("processes", settings.processes)
+    check_data(settings.data)
 
 
 def check_optim(optim: OptimSettings) -> None:

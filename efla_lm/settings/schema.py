@@ -219,9 +219,9 @@ class PrepareSettings:
 
     def validate(self) -> None:
         """Check values against each other; raises UserError. Called once by `compose` and `entry`."""
-        from efla_lm.settings.checks import check_data
+        from efla_lm.settings.checks import check_prepare
 
-        check_data(self.data)
+        check_prepare(self)
 
 
 @dataclass

@@ -36,6 +36,12 @@ def test_prepare_reads_the_same_data_section(option):
     assert prepared.data == compose("train", [f"data={option}"], TrainSettings).data
 
 
+@pytest.mark.parametrize("processes", [0, -1])
+def test_prepare_needs_a_process(processes):
+    with pytest.raises(UserError, match=f"processes: got {processes}, expected 1 or more"):
+        compose("prepare", [f"processes={processes}"], PrepareSettings)
+
+
 def test_export():
     assert compose("export", ["checkpoint=runs/x"], ExportSettings).checkpoint == str(Path.cwd() / "runs/x")
 
