@@ -2,7 +2,7 @@
 
     sweep=protocol   every setting of every task, three rates x two weight decays, 200 epochs (days of one GPU)
     sweep=baseline   the first setting of every task, the same six members, 40 epochs: minutes of one GPU per mixer
-    sweep=reduced    the first setting with 1600 examples, one member, 4 epochs of small batches: minutes on a CPU;
+    sweep=reduced    the first setting with 800 examples, one member, 2 epochs of small batches: minutes on a CPU;
                      shows that everything runs, not what a mixer can do
     replot=[a.json]  table and figure again from result files, several of one budget together
 
