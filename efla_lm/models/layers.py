@@ -108,8 +108,9 @@ class ShortConvolution(nn.Module):
             y = y if self.bias is None else y + self.bias.float()
             return F.silu(y).to(x.dtype), padded[:, T:]
         if T == 1 and slots is None:  # decoding: a convolution call costs more than its four products
-            y = (padded.float() * self.weight.T.float()).sum(1, keepdim=True).to(x.dtype)
-            y = y if self.bias is None else y + self.bias
+            y = torch.sum(padded.float() * self.weight.T.float(), dim=1, keepdim=True).to(x.dtype)
+            if self.bias is not None:
+                y = y + self.bias
         else:
             y = F.conv1d(padded.transpose(1, 2), self.weight[:, None], self.bias, groups=self.weight.shape[0])
             # Contiguous before SiLU: its backward would otherwise walk two layouts at once.
