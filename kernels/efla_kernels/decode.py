@@ -138,7 +138,7 @@ def _decode(
     _, H, K, V = state.shape
     window = torch.cat((conv_state, x.unsqueeze(1)), 1)
     conv_state.copy_(window[:, 1:])
-    y = F.silu((widened(window) * widened(conv_weight).T).sum(1).to(x.dtype))
+    y = F.silu((widened(window) * widened(conv_weight).T).sum(1)).to(x.dtype)
     q, k, v = y.split((H * K, H * K, H * V), -1)
     log_g = None
     if decay_logit is not None and A_log is not None and dt_bias is not None:

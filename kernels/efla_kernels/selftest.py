@@ -114,7 +114,11 @@ class Worker:
         with contextlib.suppress(json.JSONDecodeError):
             return json.loads(line)
         seconds = time.perf_counter() - start
-        code = self.process.wait()
+        try:
+            code = self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:  # alive, but what it said is no result
+            self.process.kill()
+            code = self.process.wait()
         said = self.errors[-1] if self.errors else "no message"
         end = f"no result in {ROW_SECONDS} s" if seconds >= ROW_SECONDS else f"worker ended with code {code}: {said}"
         return {"errors": {}, "failed": ["crash"], "message": end[:500], "seconds": round(seconds, 2)}
@@ -127,12 +131,12 @@ class Worker:
 
 
 def run_rows(rows: list[Row], numbers: list[int], workers: int) -> dict[int, dict[str, Any]]:
-    """Results by row number; each group of rows goes to one worker, largest groups first."""
+    """Results by row number; each group of rows goes to one worker, slow ones to compile first."""
     groups: dict[str, list[int]] = {}
     for number in numbers:
         groups.setdefault(rows[number].group, []).append(number)
     waiting: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-    for group in sorted(groups.values(), key=lambda g: (-rows[g[0]].case.key_width, -len(g))):
+    for group in sorted(groups.values(), key=lambda g: -rows[g[0]].compile_cost):
         waiting.put(group)
     results: dict[int, dict[str, Any]] = {}
 

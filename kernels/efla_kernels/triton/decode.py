@@ -17,7 +17,7 @@ from efla_kernels.triton.gates import NORM_EPS, coefficients
 
 @triton.jit
 def convolved(x, conv_state, weight, b, channels, inside, D, W: tl.constexpr, BW: tl.constexpr):
-    """SiLU of the convolution at `channels`, in fp32 of values rounded as x is; moves the state on by one token."""
+    """SiLU of the convolution at `channels`, rounded as x is, in fp32; moves the state on by one token."""
     taps = tl.arange(0, BW)[:, None]
     mask = inside[None, :] & (taps < W)
     at = b * (W - 1) * D + taps * D + channels[None, :]
@@ -27,7 +27,7 @@ def convolved(x, conv_state, weight, b, channels, inside, D, W: tl.constexpr, BW
     factors = tl.load(weight + channels[None, :] * W + taps, mask=mask, other=0.0).to(tl.float32)
     tl.debug_barrier()  # every thread has read its taps before any tap moves
     tl.store(conv_state + at - D, window.to(conv_state.dtype.element_ty), mask=mask & (taps > 0))
-    y = tl.sum(window * factors, 0).to(x.dtype.element_ty).to(tl.float32)
+    y = tl.sum(window * factors, 0)
     return (y * tl.sigmoid(y)).to(x.dtype.element_ty).to(tl.float32)
 
 
