@@ -15,6 +15,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
 
 from efla_lm.evaluation import carried, heldout, hub
@@ -109,6 +110,27 @@ def run_tasks(
     finally:
         network.train(was_training)
     return merged
+
+
+def run_any(model: LM, task_sets: list[TaskSet], limit: int | None = None) -> dict[str, Any]:
+    """`results` and `seconds` of any lm-eval model on our task sets, zero-shot, without resampled errors."""
+    found: dict[str, Any] = {"results": {}, "seconds": {}}
+    for task_set in task_sets:
+        start = time.perf_counter()
+        for task in task_set.tasks.values():
+            task.set_config(key="num_fewshot", value=0)
+        with _quiet_harness(True):
+            result = evaluate(
+                lm=model,
+                task_dict={"tasks": task_set.tasks, "groups": task_set.groups},
+                limit=limit,
+                bootstrap_iters=0,
+                log_samples=False,
+            )
+        assert result is not None
+        found["results"] |= result["results"]
+        found["seconds"][", ".join(task_set.groups or task_set.tasks)] = round(time.perf_counter() - start, 3)
+    return found
 
 
 @contextlib.contextmanager

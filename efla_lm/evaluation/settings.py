@@ -1,4 +1,4 @@
-"""Settings of `eval.py` and of the scripts generate and table1: every key with its default and a line of help."""
+"""Settings of `eval.py` and of the scripts generate, table1, eval_speed: every key, its default, a line of help."""
 
 # ruff: noqa: RUF009  (`key` returns a dataclasses.field)
 
@@ -68,6 +68,22 @@ class Table1Settings:
 
     runs: list[str] = key([], "run directories, folders of result files, or result files", path=PATH)
     out: str = key("results/table1", "folder of table1.md, table1.csv and table1.tex", path=PATH)
+
+
+@dataclass
+class EvalSpeedSettings:
+    """All of `python -m scripts.eval_speed`."""
+
+    local_dir: str | None = key(None, "folder of local copies of the tasks; null: the hub", path=PATH)
+    tokenizer: str = key(MISSING, "folder or hub name of the tokenizer", path=PATH_OR_HUB)
+    size: str = key("340m", "size of the models (conf/size)")
+    dtype: str = key("bf16", "type of weights and activations", choices=("fp32", "bf16"))
+    device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    full: bool = key(True, "time eval.py on all documents of the ten tasks")
+    stock: bool = key(True, "time lm-eval's stock model over fla's DeltaNet beside ours (needs a GPU and fla)")
+    limit: int = key(200, "documents per task of the comparison")
+    stock_batch_size: int = key(64, "rows per batch of the stock model (its own default is 1)")
+    out: str = key("results/eval_speed.json", "result file", path=PATH)
 
 
 @dataclass

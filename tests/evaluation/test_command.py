@@ -50,10 +50,11 @@ def read_result(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+@pytest.mark.parametrize("kind", ["efla", "llama"])
 def test_ten_local_tasks_give_one_file_and_one_table(
-    evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export = save_export(tmp_path / "export", bos=True)
+    export = save_export(tmp_path / "export", kind, bos=True)
     data = write_task_files(tmp_path / "data")
     arguments = [f"checkpoint={export}", f"tasks.local_dir={data}", "limit=3", f"out={tmp_path}/out", "device=cpu"]
     assert evaluate(arguments) == 0
@@ -72,6 +73,8 @@ def test_ten_local_tasks_give_one_file_and_one_table(
     assert about["start_token"]["prefix_token"] == "<s>"
     assert about["context"] == CONTEXT
     assert about["dtype"] == "fp32"
+    assert about["model"]["family"] == kind
+    assert about["model"]["size"] is None
     assert about["settings"]["seed"] == 1234
     assert about["library_versions"]["lm_eval"]
     model, _ = checkpoints.load(checkpoints.find(str(export)))

@@ -1,0 +1,211 @@
+"""What a recipe costs before it is run: memory of a device, tokens per second, days, GPU-hours.
+
+Symbols: P parameters, of which P_b in one block and P_0 in embeddings, last norm and head; L blocks; s devices that
+share one copy of the weights; m tokens of a micro-batch on one device; b bytes of the compute type (2 for bf16);
+D, A, F widths of the residual stream, of all heads, of the SwiGLU; H heads of K x V, C = 64 the kernels' chunk.
+
+Memory of one device in bytes, as torch counts what it has allocated:
+
+    weights       4 P / s        fp32 masters
+    optimizer     8 P / s        two fp32 moments of AdamW
+    gathered      b P            s = 1: the compute copy of all weights stays
+                  b (P_0 + 2 P_b)  s > 1: the root group, the block at work and the next one
+    gradients     4 P / s        fp32, reduced; with several micro-batches 4 P more, which add up unsharded
+    activations   b m (L a + 2 D)  a elements per token and block, see `saved_per_token`; with activation checkpointing
+                  b m ((L + 2) D + a)   each block's input, and one block's elements while it is recomputed
+    loss          (4 + b) R V + (4 + b) V D + b m D   R = 4096 rows of logits and their gradient at a time, gradients
+                  of head and hidden states
+    workspace     b m (2 F + 2 D) + (b + 4) P_b       the widest gradients of one block's backward pass
+
+The peak is reached in the loss (all activations, no new gradients yet) or at the end of the backward pass (all
+gradients, few activations): the larger sum is taken. What the CUDA context and fragmentation take is not in it, so
+that `fits` leaves a share of the device free.
+
+Speed: tokens/s of one device = MFU x peak FLOP/s / FLOPs per token (`efla_lm.models.flops_per_token`), with a measured
+MFU where there is one (`efla_lm.training.measured`), else an assumed one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from efla_lm.models import EflaConfig, count_parameters
+from efla_lm.models.config import DELTA_MIXERS
+
+CHUNK = 64
+LOSS_ROWS = 4096
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device: memory in GiB as its driver reports it, and dense bf16 peak in FLOP/s by the vendor's data sheet."""
+
+    memory_gib: float
+    peak_flops: float
+
+
+GPUS = {
+    "a100-40gb": Gpu(39.4, 312e12),
+    "a100-80gb": Gpu(79.2, 312e12),
+    "h100-80gb": Gpu(79.2, 989e12),
+    "h200-141gb": Gpu(139.8, 989e12),
+    "b200-180gb": Gpu(178.4, 2250e12),
+    "l40s-48gb": Gpu(44.4, 362e12),
+    "rtx4090-24gb": Gpu(23.5, 165.2e12),
+}
+
+
+def saved_per_token(config: EflaConfig, compiled: bool = True) -> float:
+    """a: elements of the compute type that one block keeps per token for its backward pass.
+
+    Compiled blocks keep the inputs of matrix products and ops, and what cannot be had from them without another
+    product; the tests read the same list from the graph that torch.compile cuts (fp32 numbers count twice):
+
+        every block       2 D (its input, the normed input)
+        with SwiGLU       2 D (projected mixer output, the normed stream) + 3 F (gate and up, their product)
+        delta rules       3 A (before the convolution) + 3 A (q, k, v) + 2 A (output, normed) + A with an output gate
+                          + H (2 C + K V / C + V + 6, gated: 8)  (inverse and scores, states, solved rows, gates' table)
+        attention         3 A (q, k, v) + A (output) + 2 H (log-sums)
+        Mamba-2           2 E + 2 G N + heads (projection) + E + 2 G N (after the convolution) + 2 E (output, normed)
+                          + 984 per head: the chunked PyTorch form, read from its graph for heads of 64 x 128
+
+    Blocks that are not compiled keep more: F (SiLU of the gate), and 30 A or 10 (E + 2 G N) for the convolution's
+    shifted products in fp32.
+    """
+    D, A, F, H = config.hidden_size, config.key_size, config.intermediate_size, config.num_heads
+    mixer: float
+    if config.mixer == "mamba2":
+        E, narrow = config.inner_size, 2 * config.num_groups * config.state_size
+        mixer = (2 * E + narrow + config.mamba_heads) + (E + narrow) + 2 * E + 984 * config.mamba_heads
+        convolution = 10 * (E + narrow)
+    elif config.mixer in DELTA_MIXERS:
+        K = V = config.head_dim
+        table = 6 if config.mixer in ("efla", "deltanet") else 8
+        mixer = 8 * A + (A if config.output_gate else 0) + H * (2 * CHUNK + K * V / CHUNK + V + table)
+        convolution = 30 * A
+    else:
+        mixer = 4 * A + 2 * H
+        convolution = 0
+    elements: float = 2 * D + mixer + (2 * D + 3 * F if config.mlp else 0)
+    if not compiled:
+        elements += convolution + (F if config.mlp else 0)
+    return float(elements)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, by what they hold (the module's table)."""
+
+    weights: float
+    optimizer: float
+    gathered: float
+    gradients: float
+    activations: float
+    loss: float
+    workspace: float
+    accumulates: bool
+    held_at_end: float  # activations at the end of the backward pass
+
+    @property
+    def peak(self) -> float:
+        """Most bytes at once."""
+        always = self.weights + self.optimizer + self.gathered
+        in_loss = self.activations + self.loss + (self.gradients if self.accumulates else 0.0)
+        at_end = self.gradients + self.held_at_end + self.workspace
+        return always + max(in_loss, at_end)
+
+    @property
+    def peak_gib(self) -> float:
+        return self.peak / GIB
+
+    def parts_gib(self) -> dict[str, float]:
+        """The parts in GiB, in the order of the table."""
+        names = ("weights", "optimizer", "gathered", "gradients", "activations", "loss", "workspace")
+        return {name: getattr(self, name) / GIB for name in names}
+
+
+def memory(
+    config: EflaConfig,
+    *,
+    micro_tokens: int,
+    shards: int = 1,
+    micro_steps: int = 1,
+    precision: str = "bf16",
+    checkpointing: bool = False,
+    compiled: bool = True,
+) -> Memory:
+    """The table of the module for one device that takes `micro_tokens` at once and holds 1 / `shards` of the state."""
+    b, m = 2 if precision == "bf16" else 4, micro_tokens
+    D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
+    P = count_parameters(config)
+    root = V * D * (1 if config.tie_word_embeddings else 2) + D
+    block = (P - root) / L
+    a = saved_per_token(config, compiled)
+    if checkpointing:
+        activations = b * m * ((L + 2) * D + a)
+        held = b * m * (2 * D + a)
+    else:
+        activations = b * m * (L * a + 2 * D)
+        held = b * m * a
+    accumulates = micro_steps > 1
+    widest = 2 * config.intermediate_size if config.mlp else 2 * config.inner_size
+    return Memory(
+        weights=4 * P / shards,
+        optimizer=8 * P / shards,
+        gathered=float(b * P) if shards == 1 else b * (root + 2 * block),
+        gradients=4 * P / shards + (4 * P if accumulates else 0),
+        activations=float(activations),
+        loss=float((4 + b) * min(LOSS_ROWS, m) * V + (4 + b) * V * D + b * m * D),
+        workspace=b * m * (widest + 2 * D) + (b + 4) * block,
+        accumulates=accumulates,
+        held_at_end=float(held),
+    )
+
+
+def largest_micro_batch(
+    config: EflaConfig, gpu: Gpu, *, context: int, windows: int, margin: float, shards: int, **options: object
+) -> int | None:
+    """The most windows of `context` that fit on a device at once, among the even cuts of its `windows` per update.
+
+    margin: share of the memory that is left free. None if not even one fits.
+    """
+    for micro in range(windows, 0, -1):
+        if windows % micro == 0:
+            need = memory(
+                config,
+                micro_tokens=micro * context,
+                shards=shards,
+                micro_steps=windows // micro,
+                **options,  # type: ignore[arg-type]
+            )
+            if fits(need, gpu, margin):
+                return micro
+    return None
+
+
+def fits(need: Memory, gpu: Gpu, margin: float) -> bool:
+    return need.peak_gib <= (1 - margin) * gpu.memory_gib
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Time of a run."""
+
+    tokens_per_second: float  # of all devices
+    seconds: float
+    gpus: int
+
+    @property
+    def days(self) -> float:
+        return self.seconds / 86400
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.seconds / 3600 * self.gpus
+
+
+def duration(tokens: int, per_device: float, gpus: int, efficiency: float) -> Duration:
+    """Time for `tokens` at `per_device` tokens/s on one device; several keep the share `efficiency` of it each."""
+    rate = per_device * gpus * (efficiency if gpus > 1 else 1.0)
+    return Duration(rate, tokens / rate, gpus)

@@ -1,0 +1,97 @@
+"""Speed of one device: from measurements under docs/results where they apply, else from a stated assumption.
+
+A file `throughput_*.json` holds rows (a list, or under `rows`) with `model, size, impl, batch, tokens, gpus,
+tokens_per_second, mfu`: batch windows of `tokens` positions on each device, speed over all `gpus`; `impl` of ours is
+`efla_lm`. The device is in the row or the file (`gpu`), else in the file's name (`throughput_h200.json`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from efla_lm.errors import UserError
+from efla_lm.training.cost import GPUS
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+OURS = "efla_lm"
+ASSUMED_MFU = 0.40
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second of one device, and where the number comes from."""
+
+    tokens_per_second: float
+    source: str
+    is_measured: bool
+
+
+def device_speed(
+    model: str,
+    size: str,
+    gpu: str,
+    *,
+    micro_tokens: int,
+    flops_per_token: float,
+    mfu: float | None = None,
+    checkpointing: bool = False,
+    folder: Path = RESULTS,
+) -> Speed:
+    """Speed of `model` at `size` on a device that takes `micro_tokens` at once.
+
+    In this order: the given `mfu`; a measurement of this model, size and GPU (of the nearest micro-batch); the MFU that
+    this model and size reached on another GPU; an assumed MFU. Activation checkpointing computes the forward pass
+    twice, 4/3 of the work.
+    """
+    slower = 3 / 4 if checkpointing else 1.0
+    peak = GPUS[gpu].peak_flops
+    if mfu is not None:
+        return Speed(slower * mfu * peak / flops_per_token, f"assumed: the given mfu={mfu:g}", False)
+    rows = [row for row in read_rows(folder) if (row["model"], row["size"], row["impl"]) == (model, size, OURS)]
+    for same_gpu in (True, False):
+        near = [row for row in rows if _same(row["gpu"], gpu) == same_gpu and (same_gpu or row.get("mfu"))]
+        if not near:
+            continue
+        row = min(near, key=lambda r: (abs(r["batch"] * r["tokens"] - micro_tokens), r["gpus"]))
+        shape = f"{row['file']}: {row['batch']} x {row['tokens']} on {row['gpus']} x {row['gpu']}"
+        if same_gpu:
+            rate = row["tokens_per_second"] / row["gpus"]
+            return Speed(slower * rate, f"measured, {shape}", not checkpointing)
+        source = f"assumed: the MFU {row['mfu']:.2f} measured in {shape}"
+        return Speed(slower * row["mfu"] * peak / flops_per_token, source, False)
+    return Speed(
+        slower * ASSUMED_MFU * peak / flops_per_token,
+        f"assumed: MFU {ASSUMED_MFU:g} (no measurement of {model} {size}); mfu=VALUE sets another",
+        False,
+    )
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """All rows of the throughput files, each with its `file` and `gpu`.
+
+    Raises:
+        UserError: a file is not what the module says.
+    """
+    found: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("throughput_*.json")):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            rows, about = (content, {}) if isinstance(content, list) else (content["rows"], content)
+            for row in rows:
+                gpu = row.get("gpu") or about.get("gpu") or path.stem.removeprefix("throughput_")
+                fields = ("model", "size", "impl", "batch", "tokens", "gpus", "tokens_per_second")
+                if all(row.get(name) is not None for name in fields):  # a model that did not run has a row too
+                    found.append({**row, "gpu": str(gpu), "file": path.name})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is not a table of throughput ({type(error).__name__}: {error})") from error
+    return found
+
+
+def _same(measured: str, gpu: str) -> bool:
+    """`NVIDIA H200`, `h200` and `h200-141gb` are the same; memory sizes are compared where both name one."""
+    kind, _, memory = gpu.partition("-")
+    text = measured.lower().replace(" ", "")
+    return kind in text and ("gb" not in text or memory in text)

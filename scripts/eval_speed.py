@@ -1,0 +1,122 @@
+"""How long evaluation takes: `python -m scripts.eval_speed tokenizer=FOLDER local_dir=FOLDER`.
+
+Two measurements of untrained models, for which the work is the same as for trained ones:
+* `full`: `eval.py tasks=paper` on an EFLA, all documents, from start to end of the command;
+* `comparison`: the first `limit` documents of each task, our evaluation of an EFLA and of fla's DeltaNet beside
+  lm-eval's stock `hf` model over the same DeltaNet; models loaded and warm, tokenising included.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from efla_lm.errors import UserError
+from efla_lm.evaluation import checkpoints, results
+from efla_lm.evaluation.columns import PAPER_COLUMNS
+from efla_lm.evaluation.settings import EvalSpeedSettings
+from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
+from efla_lm.settings import TrainSettings, compose, entry
+
+ROOT = Path(__file__).resolve().parents[1]
+CONTEXT = 2048
+TASKS = list(dict.fromkeys(task for _, task, *_ in PAPER_COLUMNS))
+
+
+@entry("eval_speed", EvalSpeedSettings)
+def main(settings: EvalSpeedSettings) -> int:
+    """Time our evaluation on the ten tasks, and beside lm-eval's stock model over fla's DeltaNet; write one JSON."""
+    device = checkpoints.choose_device(settings.device)
+    if settings.stock and device.type != "cuda":
+        raise UserError("stock=true needs a GPU, which fla's kernels run on: set stock=false here")
+    tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
+    recipe = compose("train", [f"size={settings.size}", f"model.vocab_size={len(tokenizer)}"], TrainSettings)
+    config = EflaConfig(**asdict(recipe.model) | {"max_position_embeddings": CONTEXT})
+    model = EflaForCausalLM(config).eval()
+    initialise(model, 0)
+    report: dict[str, Any] = {
+        "gpu": device_name(device),
+        "size": settings.size,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": settings.dtype,
+        "commit": results.commit(),
+        "library_versions": results.versions(),
+    }
+    if settings.full:
+        report["full"] = time_command(settings, model, tokenizer)
+        print(f"eval.py on all documents: {report['full']['seconds']:.1f} s", flush=True)
+    report["comparison"] = compare(settings, model, config, tokenizer, device)
+    out = Path(settings.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(f"result: {out}")
+    return 0
+
+
+def time_command(settings: EvalSpeedSettings, model: EflaForCausalLM, tokenizer: Any) -> dict[str, Any]:
+    """Seconds of `eval.py tasks=paper` on an export of `model`, by task and from start to end."""
+    with tempfile.TemporaryDirectory() as folder:
+        export = Path(folder) / "export"
+        model.save_pretrained(export)
+        tokenizer.save_pretrained(export)
+        command = [
+            sys.executable, "eval.py", f"checkpoint={export}", "tasks=paper", f"dtype={settings.dtype}",
+            f"device={settings.device}", f"out={folder}/results",
+        ]  # fmt: skip
+        if settings.local_dir:
+            command.append(f"tasks.local_dir={settings.local_dir}")
+        start = time.perf_counter()
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        seconds = time.perf_counter() - start
+        if code != 0:
+            raise UserError(f"eval.py ended with exit code {code}")
+        (path,) = (Path(folder) / "results").glob("*.json")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    documents = {task: counts["effective"] for task, counts in found["n-samples"].items()}
+    return {"seconds": round(seconds, 3), "seconds_by_task": found["seconds"], "documents": documents}
+
+
+def compare(
+    settings: EvalSpeedSettings, model: EflaForCausalLM, config: EflaConfig, tokenizer: Any, device: Any
+) -> dict[str, Any]:
+    """Seconds on the first documents of each task, by implementation, and the ratio to the stock model."""
+    from efla_lm.evaluation import speed
+
+    task_sets = speed.tasks(TASKS, tokenizer, Path(settings.local_dir) if settings.local_dir else None)
+    found: dict[str, Any] = {"limit": settings.limit, "stock_batch_size": settings.stock_batch_size}
+    checkpoints.place(model, settings.dtype, device)
+    found["ours_efla"] = speed.ours(model, tokenizer, CONTEXT, task_sets, settings.limit)
+    print(f"ours over EFLA: {found['ours_efla']['seconds']:.1f} s", flush=True)
+    if settings.stock:
+        model.cpu()
+        shape = (config.vocab_size, config.hidden_size, config.num_heads, config.num_hidden_layers)
+        theirs = checkpoints.place(speed.fla_delta_net(*shape, CONTEXT).eval(), settings.dtype, device)
+        arguments = (theirs, tokenizer, CONTEXT, task_sets, settings.limit)
+        found["ours_fla_deltanet"] = speed.ours(*arguments)
+        print(f"ours over fla's DeltaNet: {found['ours_fla_deltanet']['seconds']:.1f} s", flush=True)
+        found["stock_fla_deltanet"] = speed.stock(*arguments, settings.stock_batch_size)
+        print(f"stock over fla's DeltaNet: {found['stock_fla_deltanet']['seconds']:.1f} s", flush=True)
+        stock_seconds = found["stock_fla_deltanet"]["seconds"]
+        found["times_faster"] = {
+            name: round(stock_seconds / found[name]["seconds"], 2) for name in ("ours_efla", "ours_fla_deltanet")
+        }
+        print(f"times faster than stock: {found['times_faster']}", flush=True)
+    return found
+
+
+def device_name(device: Any) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+if __name__ == "__main__":
+    main()

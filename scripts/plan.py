@@ -1,0 +1,71 @@
+"""What a training recipe needs and how long it takes:
+
+    python -m scripts.plan model=efla size=1b3 gpus=8 gpu=a100-80gb
+
+All keys of train.py apply. The formulae are in `efla_lm/training/cost.py`; every number that is assumed and not
+measured is called so.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from efla_lm.settings import entry
+from efla_lm.settings.plan import PlanSettings
+from efla_lm.training import cost
+from efla_lm.training.forecast import Forecast, clock, forecast
+
+
+@entry("plan", PlanSettings)
+def main(settings: PlanSettings) -> int:
+    """Forecast memory per device, speed, days and GPU-hours of a recipe, and the largest micro-batch that fits."""
+    found = forecast(
+        settings,
+        gpus=settings.gpus,
+        gpu=settings.gpu,
+        mfu=settings.mfu,
+        efficiency=settings.efficiency,
+        margin=settings.margin,
+    )
+    table = Table(title=f"{settings.size.name} {found.config.mixer}", title_justify="left", show_header=False)
+    for name, text in lines(found, settings).items():
+        table.add_row(name, text)
+    Console(highlight=False, width=140).print(table)
+    return 0
+
+
+def lines(found: Forecast, settings: PlanSettings) -> dict[str, str]:
+    """What the table says."""
+    budget, time = found.budget, found.duration
+    device = cost.GPUS[found.gpu]
+    usable = (1 - settings.margin) * device.memory_gib
+    parts = ", ".join(f"{name} {gib:.2f}" for name, gib in found.memory.parts_gib().items())
+    verdict = "fits" if found.fits else "DOES NOT FIT"
+    efficiency = f" x {settings.efficiency:g} beside others (assumed)" if found.gpus > 1 else ""
+    if found.largest_micro_batch is None or found.largest_memory is None:
+        largest = "none: not even one window fits; more GPUs to share the state, or activation_checkpointing=full"
+    else:
+        tokens = found.largest_micro_batch * budget.context
+        largest = f"{found.largest_micro_batch} windows = {tokens:,} tokens, {found.largest_memory.peak_gib:.1f} GiB"
+    cut = f"{found.gpus} GPU(s) x {budget.micro_steps} micro x {budget.micro_batch} windows of {budget.context}"
+    report = {
+        "parameters": f"{found.parameters:,}",
+        "recipe": f"{budget.steps:,} updates of {budget.batch_tokens:,} = {budget.total_tokens:,} tokens",
+        "batch": cut,
+        "device": f"{found.gpus} x {found.gpu}, {found.shards} share(s) one copy of weights and optimiser",
+        "memory per device": f"{found.memory.peak_gib:.1f} GiB at the peak, of {usable:.1f} usable: {verdict}",
+        "  of it, GiB": parts,
+        "largest micro-batch that fits": largest,
+        "tokens/s of a device": f"{found.speed.tokens_per_second:,.0f} ({found.speed.source})",
+        "tokens/s": f"{time.tokens_per_second:,.0f}{efficiency}",
+        "time": f"{clock(time.seconds)} = {time.days:.2f} days",
+        "GPU-hours": f"{time.gpu_hours:,.0f}",
+    }
+    if settings.price is not None:
+        report["price"] = f"{time.gpu_hours * settings.price:,.0f} at {settings.price:g} per GPU-hour"
+    return report
+
+
+if __name__ == "__main__":
+    main()

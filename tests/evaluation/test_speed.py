@@ -1,0 +1,47 @@
+"""The measurement of speed: it runs, and both sides do the same work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from efla_lm.evaluation import checkpoints, speed
+from scripts import eval_speed
+from tests.evaluation.material import CONTEXT, PAPER, make_tokenizer, save_export, write_task_files
+from tests.evaluation.test_stock_model import assert_same_numbers
+
+
+def test_ours_and_the_stock_model_are_timed_on_the_same_documents(tmp_path: Path) -> None:
+    data = write_task_files(tmp_path / "data")
+    model, tokenizer = checkpoints.load(checkpoints.find(str(save_export(tmp_path / "export", "deltanet"))))
+    task_sets = speed.tasks(PAPER, tokenizer, data)
+    found = speed.ours(model, tokenizer, CONTEXT, task_sets, 3)
+    theirs = speed.stock(model, tokenizer, CONTEXT, task_sets, 3, 4)
+    for side in (found, theirs):
+        assert side["seconds"] > 0
+        assert list(side["seconds_by_task"]) == PAPER
+    same = {"n-samples": dict.fromkeys(PAPER), "versions": dict.fromkeys(PAPER)}
+    assert_same_numbers(found | same, theirs | same)
+
+
+@pytest.mark.timeout(180)
+def test_the_command_writes_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    data = write_task_files(tmp_path / "data", documents=2)
+    make_tokenizer(bos=False).save_pretrained(tmp_path / "tokenizer")
+    arguments = [
+        f"tokenizer={tmp_path}/tokenizer", f"local_dir={data}", "size=tiny", "dtype=fp32", "device=cpu", "stock=false",
+        "limit=2", f"out={tmp_path}/speed.json",
+    ]  # fmt: skip
+    assert eval_speed.main.run(arguments) == 0
+    report = json.loads((tmp_path / "speed.json").read_text())
+    assert set(report["full"]["documents"].values()) == {2}
+    assert report["full"]["seconds"] > sum(report["full"]["seconds_by_task"].values())
+    assert report["comparison"]["ours_efla"]["seconds"] > 0
+
+
+def test_the_comparison_needs_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert eval_speed.main.run([f"tokenizer={tmp_path}", "device=cpu"]) == 1
+    assert "set stock=false" in capsys.readouterr().err

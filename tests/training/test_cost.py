@@ -1,0 +1,236 @@
+"""Forecasts of memory, speed and time against computation by hand and against the graph that torch.compile cuts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from efla_kernels.triton import launch, ops
+from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from efla_lm.errors import UserError
+from efla_lm.models import EflaConfig
+from efla_lm.models.layers import ShortConvolution
+from efla_lm.models.model import EflaBlock
+from efla_lm.models.sequence import SequenceInfo
+from efla_lm.settings import compose
+from efla_lm.settings.plan import GPU_NAMES, PlanSettings
+from efla_lm.training import cost, measured
+from efla_lm.training.forecast import clock, forecast
+from scripts.plan import main as plan
+
+P = 374_362_112  # parameters of the 340M EFLA
+
+
+def config_340m(**fields: Any) -> EflaConfig:
+    return EflaConfig(**{"mixer": "efla", **fields})
+
+
+def test_elements_of_a_block_by_hand() -> None:
+    kernel = 8 * (64 + 64 + 128 * 128 / 64 + 128 + 6)
+    assert cost.saved_per_token(config_340m()) == 4 * 1024 + 8 * 1024 + 3 * 2816 + kernel == 24880
+    attention = cost.saved_per_token(config_340m(mixer="attention"))
+    assert attention == 4 * 1024 + 4 * 1024 + 3 * 2816 + 16 == 16656
+
+
+def test_memory_by_hand_on_one_device() -> None:
+    m = 8 * 2048
+    need = cost.memory(config_340m(), micro_tokens=m)
+    assert need.weights == 4 * P
+    assert need.optimizer == 8 * P
+    assert need.gathered == 2 * P
+    assert need.gradients == 4 * P
+    assert need.activations == 2 * m * (24 * 24880 + 2 * 1024)
+    assert need.loss == 6 * 4096 * 32000 + 6 * 32000 * 1024 + 2 * m * 1024
+    assert need.peak == 14 * P + need.activations + need.loss, "in the loss: all activations, no gradients yet"
+
+
+def test_memory_by_hand_on_several_devices_with_accumulation() -> None:
+    m, s = 4 * 2048, 8
+    need = cost.memory(config_340m(), micro_tokens=m, shards=s, micro_steps=4)
+    root = 2 * 32000 * 1024 + 1024
+    block = (P - root) / 24
+    assert need.weights + need.optimizer == 12 * P / s
+    assert need.gathered == pytest.approx(2 * (root + 2 * block))
+    assert need.gradients == pytest.approx(4 * P / s + 4 * P), "added up unsharded between micro-batches"
+    always = need.weights + need.optimizer + need.gathered
+    assert need.peak == pytest.approx(always + need.gradients + need.activations + need.loss)
+
+
+def test_activation_checkpointing_keeps_the_inputs_of_blocks() -> None:
+    m = 2048
+    need = cost.memory(config_340m(), micro_tokens=m, checkpointing=True)
+    assert need.activations == 2 * m * (26 * 1024 + 24880)
+
+
+def test_tied_embeddings_and_fp32() -> None:
+    tied = cost.memory(config_340m(tie_word_embeddings=True), micro_tokens=2048, shards=2, precision="fp32")
+    root = 32000 * 1024 + 1024
+    block = (P - 32000 * 1024 - root) / 24
+    assert tied.gathered == pytest.approx(4 * (root + 2 * block))
+    assert tied.loss == 8 * 2048 * 32000 + 8 * 32000 * 1024 + 4 * 2048 * 1024
+
+
+def saved_by_compile(config: EflaConfig, batch: int, T: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Elements per token (fp32 counts twice) that the compiled block hands to its backward pass, weights left out.
+
+    The graph is that of a GPU: its form of the convolution, the kernels' op with their buffers, no data.
+    """
+
+    def convolve(self: ShortConvolution, x: Tensor, state: None = None, info: None = None) -> tuple[Tensor, Tensor]:
+        gap = self.weight.shape[1] - 1
+        padded, weight = F.pad(x, (0, 0, gap, 0)), self.weight.float()
+        y = sum(padded[:, j : j + T].float() * weight[:, j] for j in range(gap + 1))
+        return F.silu(y).to(x.dtype), padded[:, T:]
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *decay: Tensor, **options: Any) -> tuple[Tensor, None]:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        log_g = decay[0] if decay else None
+        mode = launch.MODES[config.mixer]
+        return ops.delta_forward(q, k, v, beta, None, log_g, None, None, mode, 0.1, 1, False, True)[0], None
+
+    totals: list[float] = []
+
+    def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        forward, backward = min_cut_rematerialization_partition(
+            joint, inputs, num_fwd_outputs=num_fwd_outputs, **options
+        )
+        (output,) = (node for node in forward.graph.nodes if node.op == "output")
+        for node in output.args[0][num_fwd_outputs:]:
+            value = node.meta.get("val")
+            is_weight = isinstance(value, Tensor) and value.dim() < 3 and node.name.startswith(("permute", "primals"))
+            if isinstance(value, Tensor) and not is_weight:
+                totals.append(value.numel() * value.element_size() / 2 / (batch * T))
+        return forward, backward
+
+    monkeypatch.setattr(ShortConvolution, "forward", convolve)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            block = EflaBlock(config).train()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        if config.mixer != "attention":
+            block.mixer.rule = rule  # type: ignore[assignment]
+        names, weights = zip(*block.named_parameters())
+        x = torch.empty(batch, T, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+
+        def run(x: Tensor, *parameters: nn.Parameter) -> Tensor:
+            info = SequenceInfo(batch, T, x.device)
+            if config.mixer == "attention":
+                info = info.for_attention(config.head_dim, config.rope_theta)
+            return functional_call(block, dict(zip(names, parameters)), (x, info))
+
+        aot_function(
+            run, lambda graph, _: graph, lambda graph, _: graph, partition, decompositions=select_decomp_table()
+        )(x, *weights)
+    return sum(totals)
+
+
+@pytest.mark.parametrize("mixer", ["efla", "gated_efla", "deltanet", "gated_deltanet"])
+def test_elements_of_a_block_are_those_that_compile_keeps(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EflaConfig(mixer=mixer, hidden_size=256, num_heads=2, head_dim=128, intermediate_size=704)
+    found = saved_by_compile(config, 4, 512, monkeypatch)
+    assert found == pytest.approx(cost.saved_per_token(config), rel=0.03)
+
+
+def test_the_largest_micro_batch_is_the_last_even_cut_that_fits() -> None:
+    gpu, options = cost.GPUS["a100-80gb"], {"context": 2048, "windows": 64, "margin": 0.08, "shards": 8}
+    largest = cost.largest_micro_batch(config_340m(), gpu, **options)
+    assert largest is not None and 64 % largest == 0
+
+    def need(micro: int) -> float:
+        return cost.memory(config_340m(), micro_tokens=micro * 2048, shards=8, micro_steps=64 // micro).peak_gib
+
+    assert need(largest) <= 0.92 * gpu.memory_gib < need(2 * largest)
+    assert cost.largest_micro_batch(config_340m(), cost.Gpu(2.0, 1e12), **options) is None
+
+
+def test_duration_by_hand() -> None:
+    time = cost.duration(8 * 2**30, 200_000.0, gpus=8, efficiency=0.9)
+    assert time.tokens_per_second == 1_440_000
+    assert time.seconds == pytest.approx(8 * 2**30 / 1.44e6)
+    assert time.gpu_hours == pytest.approx(8 * time.seconds / 3600)
+    assert time.days == pytest.approx(time.seconds / 86400)
+    assert cost.duration(100, 10.0, gpus=1, efficiency=0.9).seconds == 10
+    assert [clock(s) for s in (59, 3600 * 5 + 60, 86400 * 3 + 7200)] == ["1 min", "5 h 1 min", "3 d 2 h"]
+
+
+ROWS = [
+    {"model": "efla", "size": "340m", "impl": "efla_lm", "batch": 8, "tokens": 2048, "gpus": 1,
+     "tokens_per_second": 150e3, "mfu": 0.35, "gpu": "NVIDIA H200"},
+    {"model": "efla", "size": "340m", "impl": "efla_lm", "batch": 32, "tokens": 2048, "gpus": 1,
+     "tokens_per_second": 200e3, "mfu": 0.45, "gpu": "NVIDIA H200"},
+    {"model": "efla", "size": "340m", "impl": "fla", "batch": 32, "tokens": 2048, "gpus": 1,
+     "tokens_per_second": 100e3, "mfu": 0.25, "gpu": "NVIDIA H200"},
+    {"model": "deltanet", "size": "340m", "impl": "efla_lm", "batch": 8, "tokens": 2048, "gpus": 1,
+     "tokens_per_second": None, "mfu": None, "gpu": "NVIDIA H200"},
+]  # fmt: skip
+
+
+def speed(folder: Path, gpu: str = "h200-141gb", model: str = "efla", **options: Any) -> measured.Speed:
+    arguments = {"micro_tokens": 8 * 2048, "flops_per_token": 2e9, **options}
+    return measured.device_speed(model, "340m", gpu, folder=folder, **arguments)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_measurement_of_the_nearest_micro_batch_is_taken(wrapped: bool, tmp_path: Path) -> None:
+    (tmp_path / "throughput_h200.json").write_text(json.dumps({"rows": ROWS} if wrapped else ROWS))
+    found = speed(tmp_path)
+    assert (found.tokens_per_second, found.is_measured) == (150e3, True)
+    assert speed(tmp_path, micro_tokens=65536).tokens_per_second == 200e3
+    assert speed(tmp_path, checkpointing=True).tokens_per_second == pytest.approx(112.5e3)
+
+
+def test_what_is_assumed_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "throughput_h200.json").write_text(json.dumps(ROWS))
+    other_gpu = speed(tmp_path, "a100-80gb")
+    assert other_gpu.tokens_per_second == pytest.approx(0.35 * 312e12 / 2e9)
+    given = speed(tmp_path, mfu=0.5)
+    assert given.tokens_per_second == pytest.approx(0.5 * 989e12 / 2e9)
+    other_model = speed(tmp_path, model="deltanet")
+    assert other_model.tokens_per_second == pytest.approx(measured.ASSUMED_MFU * 989e12 / 2e9)
+    assert all("assumed" in found.source and not found.is_measured for found in (other_gpu, given, other_model))
+
+
+def test_a_broken_table_is_named(tmp_path: Path) -> None:
+    (tmp_path / "throughput_h200.json").write_text('{"no": 1}')
+    with pytest.raises(UserError, match="is not a table of throughput"):
+        speed(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shards"),
+    [(["gpus=1"], 1), (["gpus=8"], 8), (["gpus=8", "parallel=ddp"], 1), (["gpus=16", "parallel=hsdp"], 8),
+     (["gpus=16", "parallel=hsdp", "parallel.shard=4"], 4)],
+)  # fmt: skip
+def test_the_state_is_shared_as_training_shards_it(overrides: list[str], shards: int) -> None:
+    settings = compose("plan", overrides, PlanSettings)
+    found = forecast(settings, gpus=settings.gpus, gpu=settings.gpu)
+    assert found.shards == shards
+    assert found.parameters == P
+    assert found.budget.steps == 8192
+
+
+def test_the_command_prints_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.run(["experiment=table1_1b3", "gpus=8", "gpu=a100-80gb", "price=2", "mfu=0.4"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("1,365,677,056", "25,600 updates", "GiB at the peak", "largest micro-batch", "GPU-hours", "price"):
+        assert part in shown
+    assert "assumed: the given mfu=0.4" in shown
+    assert plan.run(["gpus=3"]) == 1
+    assert plan.run(["gpu=abacus"]) == 2
+    assert plan.run(["mfu=2"]) == 1
+
+
+def test_the_names_of_devices_agree() -> None:
+    assert tuple(cost.GPUS) == GPU_NAMES
