@@ -104,7 +104,9 @@ class ShortConvolution(nn.Module):
             # products and shifts: one kernel forward and few backward once compiled, where cuDNN's depthwise weight
             # gradient is slow
             weight = self.weight.float()
-            y = sum(padded[:, j : j + T].float() * weight[:, j] for j in range(gap + 1))
+            y = padded[:, :T].float() * weight[:, 0]
+            for j in range(1, gap + 1):
+                y = y + padded[:, j : j + T].float() * weight[:, j]
             y = y if self.bias is None else y + self.bias.float()
             return F.silu(y).to(x.dtype), padded[:, T:]
         if T == 1 and slots is None:  # decoding: a convolution call costs more than its four products
