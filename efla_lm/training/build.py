@@ -38,6 +38,10 @@ def open_data(settings: TrainSettings, world: World) -> tuple[TokenFile, TokenFi
         if not (train.tokenizer_dir / "tokenizer.json").is_file():
             hint = "put the tokenizer that made the ids there, as exports and evaluation need it"
             raise UserError(f"{train.tokenizer_dir}: expected tokenizer.json, found none; {hint}")
+        made = train.manifest.tokenizer.add_bos
+        if made != settings.data.bos:  # the run's config is where evaluation reads how texts were opened
+            keys = f"data.bos={str(settings.data.bos).lower()}", f"data.bos={str(made).lower()}"
+            raise UserError(f"{keys[0]}, but {folder} was made with {keys[1]}: set it so, or another data.dir")
         heldout = "heldout" in train.manifest.splits
         if heldout:
             TokenFile.open(folder, "heldout", verify=verify)
