@@ -66,6 +66,23 @@ def run_rule(
     return o.unflatten(0, (models, -1))
 
 
+def read_last(mixer: str, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], *, backend: str) -> Tensor:
+    """The last token's read-out alone, o_T = S_T^T q_T / |q_T|.
+
+    q [M, B, H, K], k [M, B, T, H, K] and v [M, B, T, H, V] -> [M, B, H, V].
+    The op reads with k for lack of other queries; nothing depends on that, and no gradient flows through it.
+    """
+    rows = (x.flatten(0, 1) for x in (k, k, v, *gates))
+    _, state = RULES[mixer](*rows, output_final_state=True, backend=backend)
+    assert state is not None
+    return _read(state.unflatten(0, k.shape[:2]), efla_kernels.unit_norm(q))
+
+
+def _read(state: Tensor, q: Tensor) -> Tensor:
+    """S^T q: [M, B, H, K, V] and [M, B, H, K] -> [M, B, H, V]."""
+    return (q.unsqueeze(-2) @ state.to(q.dtype)).squeeze(-2)
+
+
 class StackedSsd(StackedModule):
     """Mamba-2's core per model: dt = softplus(raw + dt_bias), decay exp(-exp(A_log) dt), y = S^T C + D x."""
 
@@ -77,8 +94,16 @@ class StackedSsd(StackedModule):
 
     def forward(self, x: Tensor, raw_dt: Tensor, B: Tensor, C: Tensor, backend: str) -> Tensor:
         """x [M, B, T, H, P], raw_dt [M, B, T, H], B and C [M, B, T, G, N] -> y as x."""
+        y, _ = efla_kernels.ssd(*self._rows(x, raw_dt, B, C), backend=backend)
+        return y.unflatten(0, x.shape[:2]) + self.D[:, None, None, :, None] * x
+
+    def read_last(self, x: Tensor, raw_dt: Tensor, B: Tensor, C: Tensor, backend: str) -> Tensor:
+        """The last token's y [M, B, H, P] alone; C [M, B, H, N] of that token, one group per head."""
+        _, state = efla_kernels.ssd(*self._rows(x, raw_dt, B, B), output_final_state=True, backend=backend)
+        assert state is not None
+        return _read(state.unflatten(0, x.shape[:2]), C) + self.D[:, None, :, None] * x[:, :, -1]
+
+    def _rows(self, x: Tensor, raw_dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, ...]:
         dt = F.softplus(raw_dt + self.dt_bias[:, None, None])
         log_decay = -self.A_log.exp()[:, None, None] * dt
-        rows = (t.flatten(0, 1) for t in (x, dt, log_decay, B, C))
-        y, _ = efla_kernels.ssd(*rows, backend=backend)
-        return y.unflatten(0, x.shape[:2]) + self.D[:, None, None, :, None] * x
+        return tuple(t.flatten(0, 1) for t in (x, dt, log_decay, B, C))

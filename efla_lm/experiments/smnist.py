@@ -5,8 +5,8 @@ under corruption.
     q, k, v = W x (Xavier, no bias);  beta = sigmoid(w_b x + b), b = -2 at the start
     S_t by the rule;  o_T = S_T^T q_T;  logits = W_o LayerNorm(o_T) + b_o
 
-One head of 64, q L2-normalised, k in DeltaNet only, no convolution, no pooling; only the last token is read. The scale
-of the read-out is 1 (LayerNorm removes it). The gated rules and Mamba-2's core stand in the same place, as extras.
+One head of 64, q L2-normalised, k in DeltaNet only, no convolution, no pooling. Only the last token is read, so only
+its query is made; the read-out has no scale. The gated rules and Mamba-2's core stand in the same place, as extras.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from efla_data.smnist import DEVIATION, LEVELS, MEAN, Corruptions
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from efla_lm.experiments.rules import RECURRENT_MIXERS, StackedGates, StackedSsd, run_rule
+from efla_lm.experiments.rules import RECURRENT_MIXERS, StackedGates, StackedSsd, read_last
 from efla_lm.experiments.stack import (
     StackedAdamW,
     StackedLinear,
@@ -52,7 +52,7 @@ class Classifier(StackedModule):
         self.mixer, self.backend = mixer, backend
         self.pixel = self.add("pixel", models, (WIDTH,), uniform(1.0))
         self.position = self.add("position", models, (tokens, WIDTH), normal(0.02))
-        self.qkv = nn.ModuleList(
+        self.q_proj, self.k_proj, self.v_proj = (
             StackedLinear(models, WIDTH, WIDTH, bias=False, draw=xavier(WIDTH, WIDTH)) for _ in range(3)
         )
         if mixer == "mamba2":
@@ -67,12 +67,13 @@ class Classifier(StackedModule):
     def forward(self, pixels: Tensor) -> Tensor:
         """pixels [M or 1, B, T] floats -> logits [M, B, 10]."""
         x = F.gelu(pixels.unsqueeze(-1) * self.pixel[:, None, None] + self.position[:, None])
-        q, k, v = (projection(x).unsqueeze(-2) for projection in self.qkv)
+        k, v = self.k_proj(x).unsqueeze(-2), self.v_proj(x).unsqueeze(-2)
+        q = self.q_proj(x[:, :, -1]).unsqueeze(-2)
         if self.mixer == "mamba2":
-            o = self.ssd(v, self.dt(x), k, q, self.backend)
+            o = self.ssd.read_last(v, self.dt(x), k, q, self.backend)
         else:
-            o = run_rule(self.mixer, q, k, v, self.gates(x), backend=self.backend, scale=1.0)
-        return self.head(self.norm(o[:, :, -1, 0]))
+            o = read_last(self.mixer, q, k, v, self.gates(x), backend=self.backend)
+        return self.head(self.norm(o.squeeze(-2)))
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def test_classifier_is_the_papers(mixer: str) -> None:
         m, S = 1, torch.zeros(64, 64)
         for t in range(9):
             x = F.gelu(pixels[0, 2, t] * model.pixel[m] + model.position[m, t])
-            q, k, v = (x @ projection.weight[m] for projection in model.qkv)
+            q, k, v = (x @ projection.weight[m] for projection in (model.q_proj, model.k_proj, model.v_proj))
             beta = torch.sigmoid(x @ model.gates.beta.weight[m] + model.gates.beta.bias[m, 0])
             if mixer == "deltanet":
                 k, a = F.normalize(k, dim=0), beta
@@ -120,13 +120,24 @@ def test_classifier_is_the_papers(mixer: str) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
 
 
+def test_mamba2_reads_what_the_whole_sequence_gives() -> None:
+    model = Classifier("mamba2", 2, 70)
+    initialise(model, [0, 1])
+    x, B, C = torch.randn(3, 2, 3, 70, 1, 64, generator=torch.Generator().manual_seed(0))
+    dt = torch.randn(2, 3, 70, 1, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        whole = model.ssd(x, dt, B, C, "torch")[:, :, -1]
+        last = model.ssd.read_last(x, dt, B, C[:, :, -1], "torch")
+    torch.testing.assert_close(last, whole, rtol=1e-4, atol=1e-5)
+
+
 def test_starting_values_are_the_scripts() -> None:
     model = Classifier("efla", 1, 784)
     initialise(model, [0])
     assert (model.gates.beta.bias == -2).all()
     assert model.position.std().item() == pytest.approx(0.02, rel=0.02)
     bound = (6 / 128) ** 0.5
-    for projection in model.qkv:
+    for projection in (model.q_proj, model.k_proj, model.v_proj):
         assert projection.bias is None and 0.99 * bound < projection.weight.abs().max() <= bound
     assert sum(p.numel() for p in model.parameters()) == 64 + 784 * 64 + 3 * 64 * 64 + 65 + 128 + 650
 
