@@ -18,6 +18,7 @@ from efla_lm.benchmarks.calls import Call, Unserved, make_call
 from efla_lm.benchmarks.settings import BenchSettings
 from efla_lm.benchmarks.timing import device_time, peak_memory_mib, wall_time
 
+DEVICE = "cuda"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Ours may not be timed while it is wrong; a peer beyond its bound is reported as it is.
 BOUND = {"bf16": 2e-2, "fp16": 2e-2, "fp32": 1e-4}
@@ -68,7 +69,7 @@ def accuracy(shape: Shape, impls: list[str], seeds: int) -> dict[str, dict[str, 
     found: dict[str, dict[str, float] | str] = {}
     case = shape.case()
     for seed in range(seeds):
-        tensors = case.inputs(seed, "cuda", drawn_on="cuda")
+        tensors = case.inputs(seed, DEVICE, drawn_on=DEVICE)
         truth = case.truth(tensors)
         leaf_names = [n for n in tensors if n not in ("do", "d_final")]
         for impl in impls:
@@ -101,7 +102,7 @@ def _output(truth: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def measure(shape: Shape, impl: str, direction: str, errors: dict[str, float], repeats: int) -> dict[str, Any]:
     """One row of the result file."""
-    tensors = shape.case().inputs(0, "cuda", drawn_on="cuda")
+    tensors = shape.case().inputs(0, DEVICE, drawn_on=DEVICE)
     call = make_call(shape.op, impl, tensors)
     leaves = {name: x.detach().requires_grad_(direction == "fwd_bwd") for name, x in call.leaves.items()}
     do = tensors["do"]
@@ -167,7 +168,7 @@ def measure_decoding(settings: BenchSettings, op: str, heads: int) -> Iterator[d
     for batch in settings.decode_batches:
         shape = Shape(op, batch, 1, heads, settings.width, settings.dtype)
         for impl in settings.impls:
-            inputs = decoding.decode_inputs(op, batch, heads, settings.width, DTYPES[settings.dtype], "cuda")
+            inputs = decoding.decode_inputs(op, batch, heads, settings.width, DTYPES[settings.dtype], DEVICE)
             expected = {"o": decoding.truth(op, inputs)}
             try:
                 step = decoding.make_step(op, impl, inputs)
@@ -198,7 +199,7 @@ def compile_side_by_side(settings: BenchSettings) -> None:
 def warm(settings: BenchSettings, op: str, impl: str, heads: int) -> None:
     """Run one implementation once at every shape."""
     for shape in shapes(settings, op, impl, heads):
-        tensors = shape.case().inputs(0, "cuda", drawn_on="cuda")
+        tensors = shape.case().inputs(0, DEVICE, drawn_on=DEVICE)
         try:
             call = make_call(op, impl, tensors)
             leaf_names = [n for n in tensors if n not in ("do", "d_final")]
@@ -208,4 +209,3 @@ def warm(settings: BenchSettings, op: str, impl: str, heads: int) -> None:
                 outputs(call, tensors, leaf_names)
         except (Unserved, RuntimeError, ValueError):
             return  # the measuring process will say it
-    torch.cuda.synchronize()

@@ -55,6 +55,62 @@ def test_decoding_inputs_fit_the_op() -> None:
         assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
+def tiny_settings() -> BenchSettings:
+    return BenchSettings(
+        ops=["efla", "gated_efla"], shapes=["1x20", "2x12"], heads=[2], width=16, dtype="fp32", decode_batches=[2],
+        seeds=2,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole course of a run with PyTorch in the place of kernels, and no clock."""
+    monkeypatch.setattr(run, "DEVICE", "cpu")
+    monkeypatch.setattr(calls, "_fla_kernel", naive)
+    own, step = calls._own, decoding.make_step
+    monkeypatch.setattr(calls, "_own", lambda op, backend, x: own(op, "torch", x))
+    monkeypatch.setattr(decoding, "make_step", lambda r, impl, x: step(r, "torch" if impl == "ours" else impl, x))
+    figures = {"device_us": 2.0, "wall_us": 3.0, "peak_mib": 1.0}
+    monkeypatch.setattr(run, "_figures", lambda function, repeats: (function(), figures)[1])
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_course_of_a_run() -> None:
+    settings = tiny_settings()
+    rows = [row for op in settings.ops for row in run.measure_op(settings, op, 2)]
+    # two shapes of ours and fla and one of torch, two directions, two ops
+    assert len(rows) == 2 * 5 * 2 and not any("skipped" in row for row in rows)
+    assert all(row["rel_err"] < 1e-5 for row in rows)
+    assert {len(row["rel_errs"]) for row in rows if row["direction"] == "fwd"} == {1}
+    assert set(rows[1]["rel_errs"]) == {"o", "dq", "dk", "dv", "dbeta_logit"}
+    decoded = list(run.measure_decoding(settings, "efla", 2))
+    assert [("skipped" in row, row["impl"]) for row in decoded] == [(False, "ours"), (True, "fla"), (False, "torch")]
+    for op in settings.ops:
+        run.warm(settings, op, "ours", 2)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = calls._own
+    monkeypatch.setattr(calls, "_own", lambda op, backend, x: own(op, backend, x) * (1 if backend == "torch" else 1.01))
+    with pytest.raises(AssertionError, match="wrong before it is timed"):
+        list(run.measure_op(tiny_settings(), "efla", 2))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_peer_that_refuses_is_said_and_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(op: str) -> Any:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("not on this GPU")
+
+        return refuse
+
+    monkeypatch.setattr(calls, "_fla_kernel", kernel)
+    rows = list(run.measure_op(tiny_settings(), "efla", 2))
+    assert {row["skipped"] for row in rows if row["impl"] == "fla"} == {"not on this GPU"}
+    assert all("device_us" in row for row in rows if row["impl"] == "ours")
+
+
 def result() -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     figures = {"wall_us": 500.0, "rel_err": 4e-3, "peak_mib": 100.0}
