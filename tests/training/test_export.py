@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from efla_data.prepare import prepare
+from efla_data.recipe import Recipe
 from efla_data.token_file import TokenFile
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import scripts.export
 from efla_lm.training.checkpoint import load_model_weights
@@ -37,6 +40,24 @@ def test_export_is_the_checkpoint(corpus: Path, tmp_path: Path, tied: bool) -> N
     assert tokenizer("w3 w7")["input_ids"] == [3, 7]
     assert loaded.config.eos_token_id == tokenizer.eos_token_id == 0
     assert loaded.config.max_position_embeddings == 16
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_export_opens_a_text_as_training_did(bos: bool, tmp_path: Path) -> None:
+    """With data.bos=true texts open with BOS; else none is named, and EOS stands before a text, in generate too."""
+    lines = [json.dumps({"text": f"{'one two three four ' * 9}{n}"}) for n in range(40)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    recipe = Recipe([str(tmp_path / "text.jsonl")], vocab_size=300, heldout_fraction=0.2, bos=bos)
+    info = prepare(recipe, tmp_path / "tokens", processes=1).tokenizer
+    settings = ("name=run", "train.steps=1", f"data.bos={str(bos).lower()}", "schedule.warmup_updates=0")
+    assert run_here(tmp_path / "tokens", tmp_path, *settings) == 0
+    export = tmp_path / "run" / "export"
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    first = TokenFile.open(tmp_path / "tokens").document(0)
+    text = tokenizer.decode(first, skip_special_tokens=True)
+    assert [*tokenizer(text).input_ids, info.eos_id] == first.tolist()
+    assert tokenizer.bos_token_id == (info.bos_id if bos else None)
+    assert AutoConfig.from_pretrained(export).bos_token_id == (info.bos_id if bos else info.eos_id)
 
 
 def test_export_command(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
