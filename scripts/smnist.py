@@ -99,7 +99,7 @@ def main(settings: SmnistSettings) -> None:
         raise UserError(f"images.validation={held}: expected from 1 to below the {len(pixels)} training images")
     plan = TrainingPlan(batch=settings.batch, epochs=settings.epochs, steps=settings.steps)
     count = len(pixels) - held
-    content = {
+    content: dict = {
         "experiment": "smnist",
         "setting": settings.setting,
         "images": {
@@ -145,7 +145,8 @@ def run_mixer(
     test = accuracy(model, torch.from_numpy(test_images).to(device), test_labels, prepare)
     met = [n for n, m in enumerate(members) if settings.setting == "strict" or m.rate == script_rate(mixer)]
     first = slice(settings.images.corrupted)
-    found, spent = [], 0.0
+    found: list[dict] = []
+    spent = 0.0
     if met:
         some = chosen(model, met)
         found, spent = timed(

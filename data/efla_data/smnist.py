@@ -50,7 +50,7 @@ def load_digits(source: str) -> Digits:
     """
     path = Path(source).expanduser()
     if source == SYNTHETIC:
-        arrays = [*synthetic_digits(4000, seed=0), *synthetic_digits(1000, seed=1)]
+        arrays: list[np.ndarray] = [*synthetic_digits(4000, seed=0), *synthetic_digits(1000, seed=1)]
     elif path.is_file():
         arrays = _from_npz(path)
     elif path.is_dir():
@@ -135,7 +135,7 @@ def pool(images: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
 
 def as_pixels(images: NDArray[np.uint8]) -> NDArray[np.float32]:
     """[N, side, side] bytes -> sequences [N, side * side] in [0, 1], row by row."""
-    return images.reshape(len(images), -1).astype(np.float32) / 255
+    return images.reshape(len(images), -1).astype(np.float32) / np.float32(255)
 
 
 class Corruptions:

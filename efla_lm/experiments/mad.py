@@ -54,7 +54,9 @@ class StackedConvolution(StackedModule):
         tokens = x.shape[2]
         padded = F.pad(x, (0, 0, TAPS - 1, 0))
         taps = self.weight[:, None, None].to(x.dtype).unbind(-1)
-        y = sum(padded[:, :, n : n + tokens] * tap for n, tap in enumerate(taps))
+        y = padded[:, :, :tokens] * taps[0]
+        for n, tap in enumerate(taps[1:], start=1):
+            y = y + padded[:, :, n : n + tokens] * tap
         return F.silu(y if self.bias is None else y + self.bias[:, None, None].to(x.dtype))
 
 
@@ -137,6 +139,7 @@ class MadModel(StackedModule):
         self.embedding = self.add("embedding", models, (setting.vocab_size, WIDTH), normal(0.02))
         self.blocks = nn.ModuleList(Block(mixer, models, linear, backend) for _ in range(BLOCKS))
         if self.auto_encoder:
+            self.positions: Tensor
             self.register_buffer("positions", sine_positions(setting.length), persistent=False)
             self.decoder_norms = nn.ModuleList(StackedNorm(models, WIDTH, EPS) for _ in range(2))
             self.decoder = nn.ModuleList(linear(models, WIDTH, WIDTH, bias=True) for _ in range(2))

@@ -44,7 +44,7 @@ def choose_device(name: str) -> torch.device:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Hardware, versions and commit, as every result file names them."""
-    found = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit()}
+    found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit()}
     try:
         found["triton"] = version("triton")
     except PackageNotFoundError:

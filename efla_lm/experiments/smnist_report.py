@@ -81,7 +81,7 @@ def half_point(levels: Sequence[float], accuracy: Sequence[float]) -> float | No
     """
     half = accuracy[0] / 2
     for n in range(1, len(levels)):
-        if accuracy[n] <= half:
+        if accuracy[n] <= half < accuracy[n - 1]:
             part = (accuracy[n - 1] - half) / (accuracy[n - 1] - accuracy[n])
             return levels[n - 1] + part * (levels[n] - levels[n - 1])
     return None
@@ -148,8 +148,8 @@ def _summary(setting: str, content: dict[str, Any], runs: Sequence[Run], rates: 
             for mixer in mixers_of(runs):
                 own = [r for r in at(runs, mixer, rate) if r["corruptions"]]
                 if own:
-                    points = (_points([half_point(**_curve(r, kind)) for r in own], own, kind) for kind in AXES)
-                    equal.append([f"{rate:g}", NAMES[mixer], *points, *(_area(own, kind) for kind in AXES)])
+                    lost = (_points([half_point(**_curve(r, kind)) for r in own], own, kind) for kind in AXES)
+                    equal.append([f"{rate:g}", NAMES[mixer], *lost, *(_area(own, kind) for kind in AXES)])
         if equal:
             header = ["rate", "model", *(f"half lost at {kind}" for kind in AXES), *(f"mean over {k}" for k in AXES)]
             lines += ["", "At equal rates; the mean accuracy over all levels is the area under the curve.", ""]
