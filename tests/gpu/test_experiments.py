@@ -1,4 +1,4 @@
-"""The stacked experiments on a GPU: the Triton op gives the gradients of the chunked form, in the experiments' shapes."""
+"""The stacked experiments on a GPU: the Triton op gives the gradients of the chunked form, at these shapes."""
 
 from __future__ import annotations
 
