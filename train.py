@@ -80,6 +80,7 @@ def main(settings: TrainSettings) -> int:
         train_data, heldout_data = build.build_loaders(settings, budget, tokens, heldout, world)
         identity = build.identity(settings, config, tokens)
         resume = world.on_main(lambda: build.find_resume(settings, identity))
+        evaluation = build.live_evaluation(settings, tokens, budget, world)
         with open_run(settings, rank=world.rank, world_size=world.size, broadcast=world.broadcast) as directory:
             world.on_main(lambda: build.keep_tokenizer(tokens, directory.path))
             model = build.build_model(settings, config, world, mesh)
@@ -88,7 +89,7 @@ def main(settings: TrainSettings) -> int:
             replicas = mesh["replicate"].size()
             run = Run(
                 settings, world, budget, directory, config, model, optimizer, replicas, train_data, heldout_data,
-                identity, resume, begin, build.live_evaluation(settings, model, tokens, budget, world),
+                identity, resume, begin, evaluation,
             )  # fmt: skip
             banner("efla-lm", facts(run, backend), main=world.is_main)
             done, saved = fit(run, interruption)
@@ -146,7 +147,7 @@ def fit(run: Run, interruption: Interruption) -> tuple[int, Path | None]:
                         metrics.write({"step": done, "val_loss": val_loss})
                         progress.validated(done, val_loss)
                 if run.evaluation and (done == budget.steps or is_due(done, settings.eval.every)):
-                    scores = run.evaluation.run()
+                    scores = run.evaluation.run(run.model)
                     metrics.write({"step": done, **scores})
                     progress.evaluated(done, scores)
                 if leaving or is_due(done, train.save_every):

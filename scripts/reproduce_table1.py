@@ -1,6 +1,6 @@
 """Train and evaluate all models of the paper's Table 1 at one size, then build the table.
 
-    python -m scripts.reproduce_table1 size=340m gpus=8 train=[data.dir=/data/slimpajama]
+    python -m scripts.reproduce_table1 size=340m gpus=8 data_dir=/data/slimpajama
 
 It first prints what is left to do and what that costs, then types the commands that a user would type. It can be
 stopped (Ctrl-C, SIGTERM: the run in hand is saved) and started again at any time: runs have fixed names, a finished one
@@ -108,8 +108,9 @@ def plan_jobs(settings: ReproduceSettings) -> Iterator[Job]:
     for seed in settings.seeds:
         for model in model_names(settings):
             run = Path(settings.runs_dir) / f"table1-{settings.size}-{model}-seed{seed}"
+            data = [f"data.dir={settings.data_dir}"] if settings.data_dir else []
             train = [
-                *recipe(settings.size), f"model={model}", f"seed={seed}", *settings.train, f"name={run.name}",
+                *recipe(settings.size), f"model={model}", f"seed={seed}", *data, *settings.train, f"name={run.name}",
                 f"runs_dir={run.parent}",
             ]  # fmt: skip
             evaluate = [f"checkpoint={run}", "tasks=paper", *settings.eval]

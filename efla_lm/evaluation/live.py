@@ -25,10 +25,9 @@ from efla_lm.training.distributed import World, reshard
 
 
 class LiveEvaluation:
-    """Evaluates `model` each time `run` is called, by all ranks together.
+    """Evaluates a model in training each time `run` is called, by all ranks together.
 
     Args:
-        model: the (sharded) model that is being trained.
         tokenizer_dir: the tokenizer of the token files, which says itself whether a text opens with BOS.
         token_dir: the token files; their held-out text is `heldout`.
         context, micro_tokens: positions of a training window and of a micro-batch.
@@ -39,7 +38,6 @@ class LiveEvaluation:
 
     def __init__(
         self,
-        model: EflaForCausalLM,
         world: World,
         settings: LiveEvalSettings,
         tokenizer_dir: Path,
@@ -48,10 +46,8 @@ class LiveEvaluation:
         micro_tokens: int,
     ) -> None:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
-        self._model, self._settings = model, settings
-        self._harness = HarnessLM(
-            Scorer(model, context, "auto", world, lockstep_tokens=micro_tokens), TokenPolicy(tokenizer)
-        )
+        self._policy, self._world, self._limit = TokenPolicy(tokenizer), world, settings.limit
+        self._context, self._micro_tokens = context, micro_tokens
         self._task_sets, missing = load_tasks(
             settings.tasks,
             tokenizer,
@@ -61,11 +57,12 @@ class LiveEvaluation:
         if missing:
             raise UserError(f"eval.tasks: {'; '.join(missing.values())}")
 
-    def run(self) -> dict[str, float]:
-        """`eval/TASK/METRIC` of all tasks, on every rank."""
+    def run(self, model: EflaForCausalLM) -> dict[str, float]:
+        """`eval/TASK/METRIC` of all tasks, on every rank. model: the (sharded) model that is being trained."""
+        scorer = Scorer(model, self._context, "auto", self._world, lockstep_tokens=self._micro_tokens)
         try:
             with torch.compiler.set_stance("force_eager"):
-                found = run_tasks(self._harness, self._task_sets, limit=self._settings.limit, bootstrap=0)
+                found = run_tasks(HarnessLM(scorer, self._policy), self._task_sets, limit=self._limit, bootstrap=0)
         finally:
-            reshard(self._model)  # a forward pass without a backward one leaves the weights gathered
+            reshard(model)  # a forward pass without a backward one leaves the weights gathered
         return {f"eval/{task}/{metric}": value for task, metric, value, _, _ in rows(found)}

@@ -112,9 +112,7 @@ def build_loaders(
     return train, SequentialLoader(heldout, budget.context, budget.micro_batch, world.rank, world.size, masked)
 
 
-def live_evaluation(
-    settings: TrainSettings, model: EflaForCausalLM, tokens: TokenFile, budget: Budget, world: World
-) -> LiveEvaluation | None:
+def live_evaluation(settings: TrainSettings, tokens: TokenFile, budget: Budget, world: World) -> LiveEvaluation | None:
     """The tasks that are evaluated during training, or None without eval.every. Raises UserError for one that cannot
     be had."""
     if settings.eval.every is None:
@@ -123,7 +121,7 @@ def live_evaluation(
 
     micro_tokens = budget.micro_batch * budget.context
     return LiveEvaluation(
-        model, world, settings.eval, tokens.tokenizer_dir, Path(settings.data.dir), budget.context, micro_tokens
+        world, settings.eval, tokens.tokenizer_dir, Path(settings.data.dir), budget.context, micro_tokens
     )
 
 

@@ -30,10 +30,12 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(corpus: Path, tasks: Path, tmp_path: Path, *more: str, models: str = "efla") -> list[str]:
-    train = [f"data.dir={corpus}", *TINY, "model.vocab_size=61", "train.steps=2"]
+    train = [*TINY, "model.vocab_size=61", "train.steps=2"]
+    evaluate = ["limit=2", "device=cpu", "bootstrap=10"]
     return [
         "size=tiny", "gpus=1", f"models=[{models}]", f"runs_dir={tmp_path}/runs", f"out={tmp_path}/table",
-        f"local_dir={tasks}", f"train=[{','.join(map(repr, train))}]", "eval=[limit=2,device=cpu,bootstrap=10]", *more,
+        f"local_dir={tasks}", f"data_dir={corpus}", f"train=[{','.join(map(repr, train))}]",
+        f"eval=[{','.join(map(repr, evaluate))}]", *more,
     ]  # fmt: skip
 
 
