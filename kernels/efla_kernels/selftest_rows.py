@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from efla_kernels.accuracy import OPS, Case
+from efla_kernels.accuracy_decode import DecodeCase
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 130, 200)
@@ -33,7 +34,7 @@ class Row:
     """
 
     name: str
-    case: Case
+    case: Case | DecodeCase
     seeds: tuple[int, ...] = (0,)
     slack: float = 1.0
     group: str = ""
@@ -125,6 +126,13 @@ def accelerator_rows() -> list[Row]:
     add("split, no initial state, 1x8192", Case("efla", tokens=8192, heads=1, initial=False, final=False))
     add("split, 64x64, 1x2100", replace(narrow, tokens=2100, heads=1))
     add("split, 64x64, 1x2100", replace(narrow, op="gated_efla", tokens=2100, heads=1))
+    for rule in ("deltanet", "efla", "gated_deltanet", "gated_efla"):
+        for dtype in (BF16, FP32):
+            step = DecodeCase(rule, dtype)
+            rows.append(Row(f"{rule} {_short(dtype)} decode", step, FIVE, group=f"decode {dtype}"))
+    for size in (64, 256):
+        step = DecodeCase("gated_efla", key_width=size, value_width=size)
+        rows.append(Row(f"gated_efla bf16 decode {size}x{size}", step, group="decode widths"))
     for op in ("efla", "gated_efla"):
         add("no gradient", Case(op, gradients=False))
         add("strided", Case(op, strided=True))
@@ -141,4 +149,6 @@ def interpreter_rows() -> list[Row]:
         "|k| 100": [replace(small, key_norm=100.0, tokens=65)],
         "K 16, V 64": [replace(small, key_width=16, value_width=64, tokens=65)],
     }
-    return [_row(name, case) for name, listed in cases.items() for case in listed]
+    rows = [_row(name, case) for name, listed in cases.items() for case in listed]
+    step = DecodeCase("gated_efla", FP32, key_width=32, value_width=32)
+    return [*rows, Row("gated_efla fp32 decode", step, group="decode")]
