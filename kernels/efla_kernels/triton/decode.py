@@ -78,7 +78,7 @@ def decode_kernel(
     for block in tl.static_range(BLOCKS):
         columns = block * BV + tl.arange(0, BV)
         inside = columns < V
-        # after v: with S loaded before it, Triton 3.6 and 3.7 keep S in two layouts and twice the registers
+        # after v: with S loaded before it, Triton 3.7 keeps S in two layouts and twice the registers
         value = convolved(x, conv_state, conv_weight, b, 2 * H * K + h * V + columns, inside, D, W, BW)
         at = state + (b * H + h) * K * V + keys[:, None] * V + columns[None, :]
         mask = (keys[:, None] < K) & inside[None, :]
