@@ -84,6 +84,7 @@ def forecast(
         settings.size.name,
         gpu,
         micro_tokens=budget.micro_batch * budget.context,
+        context=budget.context,
         flops_per_token=flops_per_token(config, budget.context),
         mfu=mfu,
         checkpointing=checkpointing,

@@ -2,7 +2,7 @@
 
 A file `throughput_*.json` holds rows (a list, or under `rows`) with `model, size, impl, batch, tokens, gpus,
 tokens_per_second, mfu`: batch windows of `tokens` positions on each device, speed over all `gpus`; `impl` of ours is
-`efla_lm`. The device is in the row or the file (`gpu`), else in the file's name (`throughput_h200.json`).
+`efla_lm` (or `ours`). The device is in the row or the file (`gpu`), else in the file's name (`throughput_h200.json`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from efla_lm.errors import UserError
 from efla_lm.training.cost import GPUS
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
-OURS = "efla_lm"
+OURS = ("efla_lm", "efla-lm", "ours")
 ASSUMED_MFU = 0.40
 
 
@@ -35,27 +35,29 @@ def device_speed(
     gpu: str,
     *,
     micro_tokens: int,
+    context: int,
     flops_per_token: float,
     mfu: float | None = None,
     checkpointing: bool = False,
     folder: Path = RESULTS,
 ) -> Speed:
-    """Speed of `model` at `size` on a device that takes `micro_tokens` at once.
+    """Speed of `model` at `size` on a device that takes `micro_tokens` at once, in windows of `context`.
 
-    In this order: the given `mfu`; a measurement of this model, size and GPU (of the nearest micro-batch); the MFU that
-    this model and size reached on another GPU; an assumed MFU. Activation checkpointing computes the forward pass
-    twice, 4/3 of the work.
+    In this order: the given `mfu`; a measurement of this model, size and GPU (of the nearest micro-batch and context);
+    the MFU that this model and size reached on another GPU; an assumed MFU. Activation checkpointing computes the
+    forward pass twice, 4/3 of the work.
     """
     slower = 3 / 4 if checkpointing else 1.0
     peak = GPUS[gpu].peak_flops
     if mfu is not None:
         return Speed(slower * mfu * peak / flops_per_token, f"assumed: the given mfu={mfu:g}", False)
-    rows = [row for row in read_rows(folder) if (row["model"], row["size"], row["impl"]) == (model, size, OURS)]
+    rows = [row for row in read_rows(folder) if (row["model"], row["size"]) == (model, size)]
+    rows = [row for row in rows if row["impl"] in OURS]
     for same_gpu in (True, False):
         near = [row for row in rows if _same(row["gpu"], gpu) == same_gpu and (same_gpu or row.get("mfu"))]
         if not near:
             continue
-        row = min(near, key=lambda r: (abs(r["batch"] * r["tokens"] - micro_tokens), r["gpus"]))
+        row = min(near, key=lambda r: (abs(r["batch"] * r["tokens"] - micro_tokens), abs(r["tokens"] - context)))
         shape = f"{row['file']}: {row['batch']} x {row['tokens']} on {row['gpus']} x {row['gpu']}"
         if same_gpu:
             rate = row["tokens_per_second"] / row["gpus"]

@@ -170,6 +170,8 @@ ROWS = [
      "tokens_per_second": 150e3, "mfu": 0.35, "gpu": "NVIDIA H200"},
     {"model": "efla", "size": "340m", "impl": "efla_lm", "batch": 32, "tokens": 2048, "gpus": 1,
      "tokens_per_second": 200e3, "mfu": 0.45, "gpu": "NVIDIA H200"},
+    {"model": "efla", "size": "340m", "impl": "efla_lm", "batch": 1, "tokens": 16384, "gpus": 1,
+     "tokens_per_second": 140e3, "mfu": 0.33, "gpu": "NVIDIA H200"},
     {"model": "efla", "size": "340m", "impl": "fla", "batch": 32, "tokens": 2048, "gpus": 1,
      "tokens_per_second": 100e3, "mfu": 0.25, "gpu": "NVIDIA H200"},
     {"model": "deltanet", "size": "340m", "impl": "efla_lm", "batch": 8, "tokens": 2048, "gpus": 1,
@@ -178,7 +180,7 @@ ROWS = [
 
 
 def speed(folder: Path, gpu: str = "h200-141gb", model: str = "efla", **options: Any) -> measured.Speed:
-    arguments = {"micro_tokens": 8 * 2048, "flops_per_token": 2e9, **options}
+    arguments = {"micro_tokens": 8 * 2048, "context": 2048, "flops_per_token": 2e9, **options}
     return measured.device_speed(model, "340m", gpu, folder=folder, **arguments)
 
 
@@ -187,6 +189,7 @@ def test_a_measurement_of_the_nearest_micro_batch_is_taken(wrapped: bool, tmp_pa
     (tmp_path / "throughput_h200.json").write_text(json.dumps({"rows": ROWS} if wrapped else ROWS))
     found = speed(tmp_path)
     assert (found.tokens_per_second, found.is_measured) == (150e3, True)
+    assert speed(tmp_path, context=16384).tokens_per_second == 140e3
     assert speed(tmp_path, micro_tokens=65536).tokens_per_second == 200e3
     assert speed(tmp_path, checkpointing=True).tokens_per_second == pytest.approx(112.5e3)
 
