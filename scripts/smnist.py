@@ -4,7 +4,7 @@
                      3e-3 for EFLA
     setting=strict   5,000 training images held out; the same rates, seeds and budget for every mixer, the corruptions
                      met at each of them, and the best rate of a mixer is the one that does best on the held-out images
-    grid=pooled      14 x 14 images (196 tokens, not the paper's setting), one rate, one seed: minutes on a CPU
+    grid=pooled      14 x 14 images (196 tokens, not the paper's setting), strict at one rate and seed: CPU minutes
     replot=[a.json]  figures and tables again from result files, several of one setting together
 
 All seeds and rates of a mixer are trained as one stack.

@@ -90,7 +90,8 @@ def _draw_survival(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
         own = [row for row in rows if row["size"] == size]
         (line,) = axis.plot([r["layer"] for r in own], [r["at_half"] for r in own], ls="--", lw=1)
         axis.plot([r["layer"] for r in own], [r["at_end"] for r in own], color=line.get_color(), label=f"size {size:g}")
-    axis.set(xlabel="layer", ylabel="change of the state (dashed: before clean half)", yscale="log")
+    axis.set(xlabel="layer", ylabel="change of the state", yscale="log", title="dashed: before the clean half")
+    axis.title.set_fontsize(9)
     axis.legend(fontsize=7)
 
 
