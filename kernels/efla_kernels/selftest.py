@@ -32,9 +32,9 @@ ROW_SECONDS = 240  # most time for one row, compilation included
 WORKERS = 14
 
 
-def all_rows() -> list[Row]:
+def all_rows(full: bool) -> list[Row]:
     """The rows of this machine, the same list in the parent and in its workers."""
-    return accelerator_rows() if torch.cuda.is_available() else interpreter_rows()
+    return accelerator_rows(full) if torch.cuda.is_available() else interpreter_rows()
 
 
 @contextlib.contextmanager
@@ -67,9 +67,9 @@ def run_row(row: Row, device: str) -> dict[str, Any]:
     return {"errors": worst, "absolute": sorted(absolute), "failed": failed, "message": ""}
 
 
-def work(device: str) -> int:
+def work(device: str, full: bool) -> int:
     """A worker: row numbers on stdin, one JSON line per row on stdout."""
-    rows = all_rows()
+    rows = all_rows(full)
     for line in sys.stdin:
         start = time.perf_counter()
         try:
@@ -86,8 +86,8 @@ def work(device: str) -> int:
 class Worker:
     """A worker process and the one row it is at."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "efla_kernels.selftest", "--worker"]
+    def __init__(self, full: bool) -> None:
+        command = [sys.executable, "-m", "efla_kernels.selftest", "--worker", *(["--full"] if full else [])]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -130,7 +130,7 @@ class Worker:
         self.process.wait()
 
 
-def run_rows(rows: list[Row], numbers: list[int], workers: int) -> dict[int, dict[str, Any]]:
+def run_rows(rows: list[Row], numbers: list[int], workers: int, full: bool) -> dict[int, dict[str, Any]]:
     """Results by row number; each group of rows goes to one worker, slow ones to compile first."""
     groups: dict[str, list[int]] = {}
     for number in numbers:
@@ -141,7 +141,7 @@ def run_rows(rows: list[Row], numbers: list[int], workers: int) -> dict[int, dic
     results: dict[int, dict[str, Any]] = {}
 
     def serve() -> None:
-        worker = Worker()
+        worker = Worker(full)
         while True:
             try:
                 group = waiting.get_nowait()
@@ -152,7 +152,7 @@ def run_rows(rows: list[Row], numbers: list[int], workers: int) -> dict[int, dic
                 results[number] = worker.run(number)
                 if results[number]["message"]:
                     worker.close()
-                    worker = Worker()
+                    worker = Worker(full)
 
     threads = [threading.Thread(target=serve) for _ in range(min(workers, len(groups)))]
     for thread in threads:
@@ -194,25 +194,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the results and what they ran on to this file")
     parser.add_argument("--only", default="", help="rows whose name holds this text")
     parser.add_argument("--workers", type=int, default=min(WORKERS, os.cpu_count() or 1), help="processes at once")
+    parser.add_argument("--full", action="store_true", help="also what takes minutes to compile (fp32 at 256x256)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     gpu = torch.cuda.is_available()
     if options.worker:
-        return work("cuda" if gpu else "cpu")
+        return work("cuda" if gpu else "cpu", options.full)
     if "triton" not in backends.available_backends():
         print("no Triton on this platform: the ops run in PyTorch here, and `make test` covers those")
         return 0
     if not gpu:
         os.environ["TRITON_INTERPRET"] = "1"  # for the workers: here Triton is imported already
         print("no accelerator found: a few rows in fp32 in Triton's interpreter instead")
-    rows, environment = all_rows(), describe_environment()
+    rows, environment = all_rows(options.full), describe_environment()
     print(" | ".join(f"{name} {value}" for name, value in environment.items() if value is not None), flush=True)
     start = time.perf_counter()
     numbers = [i for i, row in enumerate(rows) if options.only in row.name]
     if not numbers:
         print(f"--only {options.only!r}: no row has this in its name", file=sys.stderr)
         return 2
-    results = run_rows(rows, numbers, options.workers)
+    results = run_rows(rows, numbers, options.workers, options.full)
     failed = report(rows, results)
     seconds = time.perf_counter() - start
     print(f"{seconds:.0f} s")
