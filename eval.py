@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from efla_kernels.environment import commit
+
 from efla_lm.evaluation import checkpoints, hub, results
 from efla_lm.evaluation.settings import EvalSettings
 from efla_lm.settings import entry, to_dict
@@ -70,7 +72,7 @@ def main(settings: EvalSettings) -> int:
             "dtype": settings.dtype,
             "device": world.device.type if world.device.type == "cpu" else device_name(world.device),
             "processes": world.size,
-            "commit": results.commit(),
+            "commit": commit(),
             "library_versions": results.versions(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started)),
             "total_seconds": round(time.time() - started, 3),

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from efla_kernels.environment import commit
 from transformers import AutoTokenizer
 
 from efla_lm.errors import UserError
@@ -47,7 +48,7 @@ def main(settings: EvalSpeedSettings) -> int:
         "size": settings.size,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": settings.dtype,
-        "commit": results.commit(),
+        "commit": commit(),
         "library_versions": results.versions(),
     }
     if settings.full:

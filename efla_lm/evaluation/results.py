@@ -10,14 +10,13 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from efla_kernels.environment import installed_version
 from rich.console import Console
 from rich.table import Table
 
@@ -28,27 +27,8 @@ PACKAGES = ("efla-lm", "lm_eval", "torch", "transformers", "tokenizers", "datase
 
 def versions() -> dict[str, str]:
     """Versions of all that can move a number."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def commit() -> str | None:
-    """Commit of the source tree that runs, with `-dirty` if files differ from it; None outside a git checkout."""
-    root = Path(__file__).resolve().parents[2]
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    found = {name: installed_version(name) or "not installed" for name in PACKAGES}
+    return {"python": platform.python_version(), **found}
 
 
 def write(folder: Path, stem: str, result: dict[str, Any]) -> Path:

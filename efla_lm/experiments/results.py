@@ -7,14 +7,13 @@ import json
 import platform
 import statistics
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from efla_kernels.environment import commit, installed_version
 
 from efla_lm.errors import UserError
-from efla_lm.evaluation.results import commit
 from efla_lm.training.run_dir import write_atomically
 
 COLOURS = {
@@ -45,10 +44,7 @@ def choose_device(name: str) -> torch.device:
 def environment(device: torch.device) -> dict[str, Any]:
     """Hardware, versions and commit, as every result file names them."""
     found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit()}
-    try:
-        found["triton"] = version("triton")
-    except PackageNotFoundError:
-        found["triton"] = None
+    found["triton"] = installed_version("triton")
     found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {platform.machine()}"
     found["threads"] = torch.get_num_threads()
     return found

@@ -12,7 +12,6 @@ A new name is made by the main process with an atomic mkdir and told to the othe
 import contextlib
 import errno
 import fcntl
-import importlib.metadata
 import json
 import os
 import platform
@@ -22,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from efla_kernels.environment import installed_version
 
 from efla_lm.errors import UserError
 from efla_lm.settings import TrainSettings, to_yaml
@@ -143,17 +144,10 @@ def _record(path: Path, settings: TrainSettings, world_size: int) -> None:
         "world_size": world_size,
         "command": sys.argv,
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("efla-lm", "torch", "transformers", "triton")},
+        "versions": {name: installed_version(name) for name in ("efla-lm", "torch", "transformers", "triton")},
     }
     with open(path / "launches.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(launch) + "\n")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -23,7 +23,7 @@ def describe_environment() -> dict[str, Any]:
         "ptxas": os.environ.get("TRITON_PTXAS_PATH"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: _version(name) for name in ("triton", "flash-linear-attention")},
+        **{name: installed_version(name) for name in ("triton", "flash-linear-attention")},
         "commit": commit(),
     }
 
@@ -46,7 +46,8 @@ def _first_line(*command: str) -> str | None:
     return next(iter(done.stdout.splitlines()), None)
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
