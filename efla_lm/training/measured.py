@@ -2,7 +2,9 @@
 
 A file `throughput_*.json` holds rows (a list, or under `rows`) with `model, size, impl, batch, tokens, gpus,
 tokens_per_second, mfu`: batch windows of `tokens` positions on each device, speed over all `gpus`; `impl` of ours is
-`efla_lm` (or `ours`). The device is in the row or the file (`gpu`), else in the file's name (`throughput_h200.json`).
+`efla_lm` (or `ours`). `mfu_with_mixing` counts FLOPs as train.py does and goes before `mfu`; rows with `options` are
+of other recipes than the defaults and are left out. The device is in the row or the file (`gpu`), else in the file's
+name (`throughput_h200.json`).
 """
 
 from __future__ import annotations
@@ -85,8 +87,11 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
             for row in rows:
                 gpu = row.get("gpu") or about.get("gpu") or path.stem.removeprefix("throughput_")
                 fields = ("model", "size", "impl", "batch", "tokens", "gpus", "tokens_per_second")
+                if row.get("options"):  # not the recipe's defaults
+                    continue
                 if all(row.get(name) is not None for name in fields):  # a model that did not run has a row too
-                    found.append({**row, "gpu": str(gpu), "file": path.name})
+                    mfu = row.get("mfu_with_mixing") or row.get("mfu")
+                    found.append({**row, "mfu": mfu, "gpu": str(gpu), "file": path.name})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a table of throughput ({type(error).__name__}: {error})") from error
     return found

@@ -1,0 +1,162 @@
+"""One point of `scripts.throughput`, in a process (or one process per device) of its own:
+
+    python -m efla_lm.benchmarks.train_point SPEC.json OUT.json
+
+SPEC holds a `Point`; rank 0 writes the figures to OUT. What is timed is the loop of train.py: the same parts, built by
+the same functions from the same settings, on a file of random text. Nothing is saved or validated.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from efla_lm.benchmarks.train_settings import STARTED
+from efla_lm.models import flops_per_token
+from efla_lm.settings import TrainSettings, compose
+from efla_lm.training import build, schedule
+from efla_lm.training.budget import plan_budget
+from efla_lm.training.distributed import build_mesh, finish, start
+from efla_lm.training.optim import build_optimizer, set_learning_rate
+from efla_lm.training.step import Verdicts, update
+from efla_lm.training.throughput import peak_flops, peak_memory_gib
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is measured, and how long. `overrides` compose train.py's settings; `started` is the time of the launch."""
+
+    model: str
+    size: str
+    impl: str
+    batch: int  # windows of a device
+    tokens: int
+    gpus: int
+    parallel: str
+    overrides: list[str]
+    warmup: int
+    windows: int
+    updates: int
+    started: float
+
+
+class Subject(Protocol):
+    """Something that trains."""
+
+    parameters: int  # without an untied embedding table
+    flops: float  # per token, the mixer's included
+    batch_tokens: int
+    device: torch.device
+    world_size: int
+    is_main: bool
+
+    def step(self, number: int) -> None:
+        """Queue update `number` (from 0)."""
+
+    def settle(self) -> float:
+        """Wait for all updates; the loss of the last one."""
+
+
+class Ours:
+    """The parts of train.py, from the settings on."""
+
+    def __init__(self, settings: TrainSettings) -> None:
+        self.settings = settings
+        self.world = world = start(settings.train.device, settings.parallel.world_size)
+        self.budget = plan_budget(settings.train, settings.data.context, world.size)
+        mesh = build_mesh(world, settings.parallel.mode, settings.parallel.replicate, settings.parallel.shard)
+        tokens, heldout = build.open_data(settings, world)
+        config = build.build_config(settings, tokens)
+        build.backend_in_use(config, world.device)
+        self.data, _ = build.build_loaders(settings, self.budget, tokens, heldout, world)
+        self.model = build.build_model(settings, config, world, mesh)
+        self.optimizer = build_optimizer(self.model, **asdict(settings.optim))
+        self.verdicts = Verdicts(settings.train.max_skipped_steps)
+        self.replicas = mesh["replicate"].size()
+        embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+        self.parameters = sum(p.numel() for p in self.model.parameters()) - embedding
+        self.flops = flops_per_token(config, self.budget.context)
+        self.batch_tokens, self.device = self.budget.batch_tokens, world.device
+        self.world_size, self.is_main = world.size, world.is_main
+
+    def step(self, number: int) -> None:
+        budget = self.budget
+        tokens = number * budget.batch_tokens
+        lr = schedule.learning_rate(self.settings.schedule, tokens, budget.total_tokens, budget.batch_tokens)
+        set_learning_rate(self.optimizer, lr)
+        batches = [self.data.batch(number, micro) for micro in range(budget.micro_steps)]
+        verdict = update(
+            self.model, self.optimizer, batches, self.world,
+            replicas=self.replicas, clip_norm=self.settings.train.clip_norm, stop=False,
+        )  # fmt: skip
+        self.verdicts.add(number + 1, verdict)
+
+    def settle(self) -> float:
+        return self.verdicts.settle().loss
+
+
+def measure(subject: Subject, point: Point) -> dict[str, Any]:
+    """Warm up, then time `windows` times `updates` updates; the columns of a row (module `train_speed`)."""
+    begin, first, startup = time.time(), 0.0, 0.0
+    for number in range(point.warmup):
+        subject.step(number)
+        if number + 1 in (1, STARTED):
+            subject.settle()
+            now = time.time()
+            first, startup = (now - begin, startup) if number == 0 else (first, now - point.started)
+    subject.settle()
+    rates, number, loss = [], point.warmup, float("nan")
+    for _ in range(point.windows):
+        begin = time.perf_counter()
+        for _ in range(point.updates):
+            subject.step(number)
+            number += 1
+        loss = subject.settle()
+        rates.append(point.updates * subject.batch_tokens / (time.perf_counter() - begin))
+    rate, peak = statistics.median(rates), peak_flops(subject.device)
+    spread = statistics.quantiles(rates, n=4) if len(rates) > 1 else rates * 3
+    of_peak = None if peak is None else rate / (peak * subject.world_size)
+    cuda = subject.device.type == "cuda"
+    return {
+        "tokens_per_second": rate,
+        "tokens_per_second_quartiles": [spread[0], spread[2]],
+        "step_ms": 1e3 * subject.batch_tokens / rate,
+        "mfu": of_peak and of_peak * 6 * subject.parameters,
+        "mfu_with_mixing": of_peak and of_peak * subject.flops,
+        "peak_gib": peak_memory_gib(subject.device),
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if cuda else None,
+        "startup_s": startup,
+        "first_update_s": first,
+        "loss": loss,
+        "loss_after": number,
+    }
+
+
+def main(spec: Path, out: Path) -> None:
+    """Measure the point of `spec`."""
+    point = Point(**json.loads(spec.read_text(encoding="utf-8")))
+    settings = compose("train", point.overrides, TrainSettings)
+    subject: Subject
+    if point.impl == "efla_lm":
+        subject = Ours(settings)
+    else:
+        from efla_lm.benchmarks.train_peer import Peer
+
+        subject = Peer(point, settings)
+    figures = measure(subject, point)
+    if subject.is_main:
+        partial = out.with_suffix(".tmp")
+        partial.write_text(json.dumps(figures), encoding="utf-8")
+        partial.rename(out)
+    finish()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,111 @@
+"""The throughput file as a table for a README and as a plot after the paper's Figure 4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+LABELS = {
+    "efla": "EFLA", "gated_efla": "Gated EFLA", "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet",
+    "mamba2": "Mamba-2", "transformer": "Transformer",
+}  # fmt: skip
+IMPLEMENTATIONS = {"efla_lm": "", "fla": " (fla)"}
+BASELINE = ("deltanet", "fla")  # what the paper's models are compared with: its fastest rule of this kind
+
+Row = dict[str, Any]
+
+
+def shape(row: Row) -> str:
+    """`8x2048`, and the number of GPUs where there are several."""
+    return f"{row['batch']}x{row['tokens']}" + (f", {row['gpus']} GPUs {row['parallel']}" if row["gpus"] > 1 else "")
+
+
+def name(row: Row) -> str:
+    """The model, whose it is, and how it differs from the defaults."""
+    options = f" [{' '.join(row['options'])}]" if row["options"] else ""
+    return LABELS[row["model"]] + IMPLEMENTATIONS[row["impl"]] + options
+
+
+def grid(rows: list[Row]) -> tuple[list[str], dict[str, dict[str, Row]]]:
+    """The shapes in order, and the rows by name and shape."""
+    order = {shape(r): (r["gpus"], r["batch"] * r["tokens"], r["tokens"], r["parallel"]) for r in rows}
+    by_name: dict[str, dict[str, Row]] = {}
+    for row in sorted(rows, key=lambda r: (list(LABELS).index(r["model"]), r["impl"] != "efla_lm", r["options"])):
+        by_name.setdefault(name(row), {})[shape(row)] = row
+    return sorted(order, key=lambda s: order[s]), by_name
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """One table per size: tokens per second, MFU, peak memory and start-up; then the ratios to fla's DeltaNet."""
+    about = result["environment"]
+    versions = ", ".join(f"{part} {about[part]}" for part in ("driver", "torch", "triton", "flash-linear-attention"))
+    lines = [
+        f"{about['gpu'] or 'CPU'}, {versions}. In a cell: thousand tokens/s, MFU (6 FLOPs per parameter but an untied "
+        "embedding's), peak GiB, seconds from the start of the process to the end of the fourth update."
+    ]
+    measured = [r for r in result["rows"] if "skipped" not in r]
+    for size in sorted({r["size"] for r in measured}, key=lambda s: (s != "340m", s)):
+        shapes, by_name = grid([r for r in measured if r["size"] == size])
+        lines += ["", f"**{size}**", "", f"| | {' | '.join(shapes)} |", "|---" * (len(shapes) + 1) + "|"]
+        for label, found in by_name.items():
+            cells = [cell(found[s]) if s in found else "" for s in shapes]
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+        lines += ["", *ratio_lines([r for r in measured if r["size"] == size])]
+    skipped = [r for r in result["rows"] if "skipped" in r]
+    lines += ["", *(f"- {r['size']} {name(r)} {shape(r)}: {r['skipped']}" for r in skipped)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def cell(row: Row) -> str:
+    mfu = "" if row["mfu"] is None else f", {row['mfu']:.2f}"
+    warm = "" if row["caches"] == "empty" else " warm"
+    return f"{row['tokens_per_second'] / 1e3:.1f}{mfu}, {row['peak_gib']:.1f} GiB, {row['startup_s']:.0f} s{warm}"
+
+
+def ratio_lines(rows: list[Row]) -> list[str]:
+    """Ours against fla's DeltaNet where both ran at one size: speed, memory, start-up; and against our EFLA."""
+    lines = []
+    base = {shape(r): r for r in rows if (r["model"], r["impl"]) == BASELINE}
+    efla = {shape(r): r for r in rows if (r["model"], r["impl"], r["options"]) == ("efla", "efla_lm", [])}
+    for row in rows:
+        if row["impl"] != "efla_lm":
+            continue
+        parts = []
+        if (other := base.get(shape(row))) is not None:
+            speed = row["tokens_per_second"] / other["tokens_per_second"]
+            memory, start = row["peak_gib"] / other["peak_gib"], row["startup_s"] / other["startup_s"]
+            parts.append(f"{speed:.2f}x fla's DeltaNet with {memory:.2f} of its memory and {start:.2f} of its start-up")
+        if (ours := efla.get(shape(row))) is not None and row is not ours:
+            parts.append(f"{row['tokens_per_second'] / ours['tokens_per_second']:.3f} of EFLA's speed")
+        if parts:
+            lines.append(f"- {name(row)} {shape(row)}: {'; '.join(parts)}")
+    return lines
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Bars of thousand tokens/s by shape and model, a panel per size, as in the paper's Figure 4."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    measured = [r for r in result["rows"] if "skipped" not in r]
+    sizes = sorted({r["size"] for r in measured}, key=lambda s: (s != "340m", s))
+    figure, axes = plt.subplots(max(1, len(sizes)), 1, figsize=(9, 3.6 * max(1, len(sizes))), squeeze=False)
+    for axis, size in zip(axes[:, 0], sizes):
+        shapes, by_name = grid([r for r in measured if r["size"] == size])
+        width = 0.85 / max(1, len(by_name))
+        for index, (label, found) in enumerate(by_name.items()):
+            row = next(iter(found.values()))
+            places = [shapes.index(s) + (index - (len(by_name) - 1) / 2) * width for s in found]
+            heights = [r["tokens_per_second"] / 1e3 for r in found.values()]
+            hatch = None if row["impl"] == "efla_lm" else "///"
+            colour = f"C{list(LABELS).index(row['model'])}"
+            axis.bar(places, heights, width, label=label, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5)
+        axis.set(title=f"{size}, {result['environment']['gpu'] or 'CPU'}", ylabel="thousand tokens/s")
+        axis.set_xticks(range(len(shapes)), shapes)
+        axis.grid(axis="y", alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

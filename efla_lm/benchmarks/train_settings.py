@@ -1,0 +1,66 @@
+"""Settings of `python -m scripts.throughput`: every key with its default and a line of help."""
+
+# ruff: noqa: RUF009  (`key` returns a dataclasses.field)
+
+from dataclasses import dataclass
+
+from efla_lm.errors import UserError
+from efla_lm.settings.fields import PATH, key
+
+MODELS = ("efla", "gated_efla", "deltanet", "gated_deltanet", "mamba2", "transformer")
+IMPLEMENTATIONS = ("efla_lm", "fla")
+PEERS = ("deltanet", "gated_deltanet", "mamba2", "transformer")  # what fla has of them
+STARTED = 4  # the update whose end is the end of starting up
+MODES = ("auto", "single", "ddp", "fsdp", "hsdp")
+
+
+@dataclass
+class ThroughputSettings:
+    """Which training steps are timed, how long, and where the figures go. The default is the paper's Figure 4."""
+
+    models: list[str] = key([*MODELS], "options of conf/model")
+    sizes: list[str] = key(["340m", "1b3"], "options of conf/size")
+    shapes: list[str] = key(
+        ["8x2048", "4x4096", "2x8192", "1x16384", "32x2048"], "windows x tokens of each device's batch"
+    )
+    impls: list[str] = key(
+        [*IMPLEMENTATIONS], "efla_lm: train.py's parts; fla: flash-linear-attention in flame's set-up, where it runs"
+    )
+    gpus: int = key(1, "processes on this machine, a device each; more than one are started by torchrun")
+    modes: list[str] = key(["auto"], "parallel.mode of each point")
+    vocab_size: int = key(32000, "ids of the random text and rows of the embedding")
+    train: list[str] = key([], "more overrides for train.py's settings, quoted: \"train=['train.compile=false']\"")
+    warmup: int = key(8, "updates before the clock; the start-up time is that of the fourth of all")
+    windows: int = key(5, "clock readings, whose median counts")
+    updates: int = key(4, "updates between two readings: the host waits for the device at readings only")
+    caches: str = key(
+        "empty",
+        "empty: each point compiles from nothing, as on a new machine; kept: one set of caches for all points",
+        choices=("empty", "kept"),
+    )
+    limit_s: int = key(240, "seconds after which a point is given up")
+    budget_s: int | None = key(None, "seconds after which no further point is started; null: all run")
+    redo: bool = key(True, "measure again what `out` holds already")
+    device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    out: str | None = key(None, "result file, added to if there; null: results/throughput-DATE-TIME.json", path=PATH)
+    table: str | None = key(None, "print the table of this result file, draw its plot beside it, and stop", path=PATH)
+
+    def validate(self) -> None:
+        """Raise UserError for values that nothing can be measured with."""
+        for name, values in {"models": MODELS, "impls": IMPLEMENTATIONS, "modes": MODES}.items():
+            wrong = [x for x in getattr(self, name) if x not in values]
+            if wrong or not getattr(self, name):
+                raise UserError(f"{name}={getattr(self, name)}: expected a list from {', '.join(values)}")
+        for shape in self.shapes:
+            parts = shape.split("x")
+            if len(parts) != 2 or not all(p.isdigit() and int(p) > 0 for p in parts):
+                raise UserError(f"shapes: expected WINDOWSxTOKENS such as 8x2048, got {shape!r}")
+        for name in ("gpus", "windows", "updates", "limit_s", "vocab_size", "budget_s"):
+            if (getattr(self, name) or 1) < 1:
+                raise UserError(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.warmup < STARTED:
+            raise UserError(f"warmup={self.warmup}: expected at least {STARTED}, where the start-up time is taken")
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """The shapes as (windows, tokens)."""
+        return [(int(b), int(t)) for b, t in (shape.split("x") for shape in self.shapes)]

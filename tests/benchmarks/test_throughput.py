@@ -1,0 +1,163 @@
+"""Throughput of training on a CPU: the command with real points, what a failing point leaves, the clock, the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from efla_lm.benchmarks import train_report, train_speed
+from efla_lm.benchmarks.train_point import Point, measure
+from efla_lm.benchmarks.train_settings import ThroughputSettings
+from efla_lm.errors import UserError
+from efla_lm.settings import TrainSettings, compose
+from efla_lm.training import measured
+from scripts import throughput
+
+TINY = [
+    "models=[efla]", "sizes=[tiny]", "shapes=[2x32]", "impls=[efla_lm]", "vocab_size=64", "device=cpu", "warmup=4",
+    "windows=2", "updates=1", "train=['size.layers=1','schedule.peak=0.01','schedule.initial=0.01']",
+]  # fmt: skip
+COLUMNS = {"model", "size", "impl", "batch", "tokens", "gpus", "tokens_per_second", "mfu", "peak_gib", "startup_s",
+           "loss", "commit", "parallel"}  # fmt: skip
+
+
+def run(*arguments: str) -> int:
+    return throughput.main.run([*TINY, *arguments], program="throughput")
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["rows"]
+
+
+@pytest.mark.timeout(180)
+def test_points_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One process and two; another option is another row; what is there stays; a peer that cannot run is said."""
+    out = tmp_path / "speed.json"
+    assert run(f"out={out}") == 0
+    (one,) = rows(out)
+    assert set(one) >= COLUMNS
+    assert one["tokens_per_second"] > 0 and one["mfu"] is None and one["peak_gib"] > 0
+    assert one["startup_s"] > one["first_update_s"] > 0
+    assert one["loss"] < 4.15 and one["loss_after"] == 6  # log 64 = 4.16 at the start
+    assert run(f"out={out}", "gpus=2", "modes=[fsdp]", "models=[efla,deltanet]", "impls=[fla,efla_lm]") == 0
+    first, *more = rows(out)
+    assert first == one
+    by_name = {(row["model"], row["impl"], row["gpus"]): row for row in more}
+    assert set(by_name) == {("efla", "efla_lm", 2), ("deltanet", "efla_lm", 2), ("deltanet", "fla", 2)}
+    assert by_name["efla", "efla_lm", 2]["loss"] < 4.15
+    assert "needs a CUDA device" in by_name["deltanet", "fla", 2]["skipped"]
+    capsys.readouterr()
+    assert run(f"out={out}", "redo=false") == 0  # nothing left to do
+    assert rows(out)[0] == one
+    printed = capsys.readouterr().out
+    assert "**tiny**" in printed and out.with_suffix(".png").stat().st_size > 0
+
+
+def test_a_point_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    out = tmp_path / "speed.json"
+    assert run(f"out={out}", "limit_s=1") == 1
+    (row,) = rows(out)
+    assert row["skipped"] == "not done after 1 s" and "tokens_per_second" not in row
+
+
+def test_other_machines_figures_are_not_mixed(tmp_path: Path) -> None:
+    result = {"environment": {"gpu": "NVIDIA X", "torch": "1", "triton": "1"}, "rows": []}
+    (tmp_path / "a.json").write_text(json.dumps(result))
+    with pytest.raises(UserError, match="measured with torch 1, here it is 2"):
+        throughput.opened(tmp_path / "a.json", {"gpu": "NVIDIA X", "torch": "2", "triton": "1"})
+
+
+def test_settings_of_a_point_are_train_pys(tmp_path: Path) -> None:
+    settings = ThroughputSettings(gpus=4, modes=["ddp"], train=["train.compile=false"], shapes=["8x2048"])
+    plans = train_speed.plans(settings)
+    assert [p for p in plans if p.impl == "fla" and p.model == "efla"] == []
+    assert [p.options for p in plans if p.impl == "fla"] == [()] * 8
+    plan = next(p for p in plans if (p.model, p.size) == ("mamba2", "1b3"))
+    composed = compose("train", plan.overrides(tmp_path, settings), TrainSettings)
+    assert composed.train.batch_tokens == 8 * 2048 * 4 and composed.train.micro_batch == 8
+    assert composed.train.steps == 8 + 5 * 4 and composed.train.tokens is None
+    assert composed.model.num_hidden_layers == 48 and composed.model.hidden_size == 2048
+    assert composed.train.compile is False and composed.parallel.mode == "ddp"
+
+
+def test_errors_are_found_in_the_output() -> None:
+    output = "Traceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\n"
+    assert train_speed.reason(output + "some warning\n") == "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB"
+    ranks = "[rank1]: x.UserError: no room\ntorch.distributed.elastic.ChildFailedError: \n=====\n"
+    assert train_speed.reason(ranks) == "x.UserError: no room"
+    assert train_speed.reason("Killed\n") == "Killed"
+
+
+class Counted:
+    """A subject that takes no time: what is asked of it."""
+
+    parameters, flops, batch_tokens, world_size, is_main = 10, 70.0, 100, 2, True
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.asked: list[int | str] = []
+
+    def step(self, number: int) -> None:
+        self.asked.append(number)
+
+    def settle(self) -> float:
+        self.asked.append("settle")
+        return 3.0
+
+
+def test_clock_waits_at_readings_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(0, 1000, 2))
+    monkeypatch.setattr("efla_lm.benchmarks.train_point.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("efla_lm.benchmarks.train_point.peak_flops", lambda _: 1e6)
+    point = Point("efla", "tiny", "efla_lm", 1, 100, 2, "auto", [], warmup=5, windows=2, updates=3, started=0.0)
+    subject = Counted()
+    row = measure(subject, point)
+    assert subject.asked == [0, "settle", 1, 2, 3, "settle", 4, "settle", 5, 6, 7, "settle", 8, 9, 10, "settle"]
+    assert row["tokens_per_second"] == 3 * 100 / 2
+    assert row["mfu"] == pytest.approx(150 * 6 * 10 / 2e6) and row["mfu_with_mixing"] == pytest.approx(150 * 70 / 2e6)
+    assert (row["loss"], row["loss_after"]) == (3.0, 11)
+
+
+def made_up() -> dict[str, Any]:
+    def row(model: str, impl: str, rate: float, peak: float, **more: Any) -> dict[str, Any]:
+        base = {"model": model, "size": "340m", "impl": impl, "batch": 8, "tokens": 2048, "gpus": 1, "options": [],
+                "parallel": "auto", "caches": "empty", "tokens_per_second": rate, "mfu": 0.4, "peak_gib": peak,
+                "startup_s": 20.0, "loss": 5.0, "mfu_with_mixing": 0.41}  # fmt: skip
+        return base | more
+
+    environment = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "triton": "3", "flash-linear-attention": "0.6.0"}
+    figures = (("efla", "efla_lm", 160e3, 9.6), ("gated_efla", "efla_lm", 144e3, 10.0), ("deltanet", "fla", 50e3, 19.2))
+    found = [row(*columns) for columns in figures]
+    failed = {"model": "transformer", "size": "340m", "impl": "fla", "batch": 8, "tokens": 2048, "gpus": 1,
+              "options": [], "parallel": "auto", "skipped": "ImportError: flash-attn"}  # fmt: skip
+    return {"environment": environment, "gpu": "NVIDIA H200", "rows": [*found, failed]}
+
+
+def test_report(tmp_path: Path) -> None:
+    text = train_report.markdown(made_up())
+    assert "| EFLA | 160.0, 0.40, 9.6 GiB, 20 s |" in text
+    assert "- EFLA 8x2048: 3.20x fla's DeltaNet with 0.50 of its memory and 1.00 of its start-up" in text
+    assert "0.900 of EFLA's speed" in text
+    assert "- 340m Transformer (fla) 8x2048: ImportError: flash-attn" in text
+    train_report.plot(made_up(), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+def test_the_forecast_reads_the_file(tmp_path: Path) -> None:
+    """Rows with options of their own are another recipe's."""
+    result = made_up()
+    result["rows"].append(result["rows"][0] | {"options": ["train.compile=false"], "tokens_per_second": 1.0})
+    result["rows"].reverse()
+    (tmp_path / "throughput_h200.json").write_text(json.dumps(result))
+    speed = measured.device_speed(
+        "efla", "340m", "h200-141gb", micro_tokens=16384, context=2048, flops_per_token=2e9, folder=tmp_path
+    )
+    assert speed.tokens_per_second == 160e3 and speed.is_measured
+    other = measured.device_speed(
+        "efla", "340m", "a100-80gb", micro_tokens=16384, context=2048, flops_per_token=2e9, folder=tmp_path
+    )
+    assert other.tokens_per_second == pytest.approx(0.41 * 312e12 / 2e9)
