@@ -42,7 +42,8 @@ class EflaConfig(PretrainedConfig):
             number of B/C groups.
         tie_word_embeddings: whether the output head is the embedding.
         initializer_range: standard deviation of linear and embedding weights.
-        backend: which implementation of the op runs: `auto`, `torch`, `reference`, `triton` or `fla`.
+        backend: which implementation of the op runs: `auto`, `torch`, `reference`, `triton`,
+            `triton_recompute` (chunk states are computed again in the backward pass, not kept) or `fla`.
         max_position_embeddings: context length of training; nothing in a recurrent model is limited by it.
         use_cache: whether a forward pass outside training returns a cache by default.
 

@@ -62,7 +62,9 @@ class ModelSettings:
     initializer_range: float = key(0.02, "standard deviation of the initial matrices")
     max_position_embeddings: int = key("${data.context}", "training context, kept in the exported config")
     backend: str = key(
-        "auto", "implementation of the mixer's op", choices=("auto", "torch", "reference", "triton", "fla")
+        "auto",
+        "implementation of the mixer's op; triton_recompute keeps no chunk states for the backward pass",
+        choices=("auto", "torch", "reference", "triton", "triton_recompute", "fla"),
     )
 
 
@@ -90,6 +92,16 @@ class DataSettings:
     vocab_size: int = key(2048, "vocabulary of a BPE trained here (data.tokenizer=train)")
     bos: bool = key(False, "put BOS at the start of each document (EOS always ends it)")
     context: int = key(2048, "positions of one training window")
+    packing: str = key(
+        "stream",
+        "stream: windows of the concatenated stream [paper]; documents: whole documents, each from an empty state",
+        choices=("stream", "documents"),
+    )
+    max_documents: int | None = key(
+        None, "documents per window (data.packing=documents); null: one per 64 positions, at least 8"
+    )
+    mixture: list[str] = key([], "folders of token files to mix for training; empty: data.dir alone", path=PATH)
+    weights: list[float] = key([], "share of each folder of data.mixture in the windows, in any unit")
     mask_boundaries: bool = key(
         False, "leave out the loss of the position that predicts the next document's first token"
     )

@@ -26,7 +26,9 @@ if find_spec("triton") is not None:  # Linux only
     from efla_kernels.triton import interpreter as _interpreter
     from efla_kernels.triton import ops as _triton
 
-    register_backend("triton", _interpreter.upcasting_backend() if _triton.interpreted() else _triton)
+    for _name, _recompute in (("triton", False), ("triton_recompute", True)):
+        _backend = _triton.delta_ops(_recompute)
+        register_backend(_name, _interpreter.upcasting_backend(_backend) if _triton.interpreted() else _backend)
 
 __all__ = [
     "available_backends",

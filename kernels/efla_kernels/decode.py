@@ -20,6 +20,7 @@ from efla_kernels.ops import model_coefficients
 from efla_kernels.reference import delta_step
 
 RULES = ("deltanet", "efla", "gated_deltanet", "gated_efla")
+TRITON = ("triton", "triton_recompute")  # they differ in training only
 
 
 def decode_step(
@@ -68,7 +69,7 @@ def decode_step(
             expect_shape(name, given, shape, "[B, H]" if len(shape) == 2 else "[H]")
     scale = K**-0.5 if scale is None else scale
     name = resolve_backend(backend, x.device, rule)
-    if name not in ("torch", "triton"):
+    if name not in ("torch", *TRITON):
         raise ValueError(f"decode_step: expected backend auto, torch or triton, got {backend!r}")
     arguments = (x, conv_state, conv_weight, beta_logit, *decay, state, norm_weight, output_gate)
     with torch.no_grad():
@@ -79,7 +80,7 @@ def decode_step(
 
 def fuses_decoding(backend: str, device: torch.device, rule: str) -> bool:
     """Whether `decode_step` with this backend runs as one kernel."""
-    return rule in RULES and resolve_backend(backend, device, rule) == "triton"
+    return rule in RULES and resolve_backend(backend, device, rule) in TRITON
 
 
 def _check(
@@ -155,7 +156,7 @@ def _decode(
 
 
 def _decode_triton(rule: str, arguments: tuple[Tensor | None, ...], scale: float, eps: float) -> Tensor:
-    from efla_kernels.triton import decode, launch, ops
+    from efla_kernels.triton import choices, decode, ops
 
     x, *rest = arguments
     state = arguments[7]
@@ -168,4 +169,4 @@ def _decode_triton(rule: str, arguments: tuple[Tensor | None, ...], scale: float
         raise ValueError(f"backend triton: expected CUDA tensors, got {x.device}; use backend=torch")
     # the states are contiguous already: a copy would not be updated
     inputs = [None if t is None else t.contiguous() for t in (x, *rest)]
-    return decode.decode(*inputs, launch.MODES[rule], scale, eps)
+    return decode.decode(*inputs, choices.MODES[rule], scale, eps)

@@ -7,7 +7,8 @@ All take q, k [B, T, H, K] and v [B, T, H, V] in any float dtype and return (o [
     initial_state       [N, H, K, V]; zeros by default
     output_final_state  return the state after the last token of each sequence
     cu_seqlens          int offsets [0, ..., T] of N packed sequences in one row (B must be 1); N = B without it
-    backend             "auto", "torch" (chunked), "reference" (recurrence), "triton", or one that was registered
+    backend             "auto", "torch" (chunked), "reference" (recurrence), "triton", "triton_recompute" (keeps
+                        no chunk states for the backward pass, which computes them again), or one that was registered
 
 Every malformed argument raises ValueError.
 """

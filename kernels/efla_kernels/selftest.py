@@ -58,7 +58,7 @@ def run_row(row: Row, device: str) -> dict[str, Any]:
     for seed in row.seeds:
         tensors = row.case.inputs(seed, device)
         with poisoned_memory():
-            got = row.case.run(tensors, "triton")
+            got = row.case.run(tensors, row.backend)
         truth = row.case.truth(tensors)
         absolute.update(accuracy.underflowed(truth))
         for name, error in accuracy.relative_errors(got, truth).items():

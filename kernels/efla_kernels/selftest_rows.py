@@ -38,6 +38,7 @@ class Row:
     seeds: tuple[int, ...] = (0,)
     slack: float = 1.0
     group: str = ""
+    backend: str = "triton"
 
     @property
     def compile_cost(self) -> int:
@@ -58,10 +59,8 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _row(name: str, case: Case, seeds: tuple[int, ...] = (0,), slack: float = 1.0) -> Row:
-    # T = 1 and T that 16 divides are compiled apart, and so are the numbers of chunks per program up to 1
-    length = 1 if case.tokens == 1 else (case.tokens % 16 == 0, case.tokens <= 64)
     flags = (case.cu_seqlens is not None, case.initial, case.gradients, case.strided, case.tokens > 1000, case.heads)
-    group = str((case.op, case.decay is None, case.dtype, case.key_width, case.value_width, length, flags))
+    group = str((case.op, case.decay is None, case.dtype, case.key_width, case.value_width, flags))
     return Row(f"{case.op} {_short(case.dtype)} {name}", case, seeds, slack, group)
 
 
@@ -138,6 +137,9 @@ def accelerator_rows(full: bool = False) -> list[Row]:
         step = DecodeCase("gated_efla", key_width=size, value_width=size)
         rows.append(Row(f"gated_efla bf16 decode {size}x{size}", step, group="decode widths"))
     for op in ("efla", "gated_efla"):
+        again = _row("states computed again", Case(op), FIVE)
+        split = _row("states computed again, split, 1x4133", Case(op, tokens=4133, heads=1))
+        rows += [replace(row, backend="triton_recompute") for row in (again, split)]
         add("no gradient", Case(op, gradients=False))
         add("strided", Case(op, strided=True))
         add("8x1024, H 8", Case(op, batch=8, tokens=1024, heads=8, initial=False, final=False))

@@ -13,7 +13,7 @@ import torch
 from efla_kernels import backends, efla
 from efla_kernels.accuracy import OPS, Case, relative_errors
 from efla_kernels.selftest import poisoned_memory
-from efla_kernels.triton import launch, ops
+from efla_kernels.triton import choices, ops
 from torch import Tensor, nn
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -32,9 +32,9 @@ def poison() -> Iterator[None]:
         yield
 
 
-def check(one: Case, bound: float = 1e-5, seed: int = 0) -> dict[str, Tensor]:
+def check(one: Case, bound: float = 1e-5, seed: int = 0, backend: str = "triton") -> dict[str, Tensor]:
     tensors = one.inputs(seed, "cpu")
-    got = one.run(tensors, "triton")
+    got = one.run(tensors, backend)
     errors = relative_errors(got, one.truth(tensors))
     bad = {name: error for name, error in errors.items() if not error <= bound}
     assert not bad, f"above {bound}: {bad}"
@@ -73,20 +73,35 @@ def test_packed_segments(op: str, decay: str | None) -> None:
 )
 def test_split_sequences(monkeypatch: pytest.MonkeyPatch, op: str, initial: bool, final: bool) -> None:
     """Five chunks in three segments of two: the last segment is shorter, and its last chunk partial."""
-    monkeypatch.setattr(launch, "split_segments", lambda *_, **__: 3)
+    monkeypatch.setattr(ops, "split_segments", lambda *_, **__: 3)
     check(case(op, tokens=300, initial=initial, final=final, batch=2 if initial else 1))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_states_kept_and_computed_again_give_the_same(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    """Bit for bit, whole and split, and the forward op keeps no states."""
+    for segments in (1, 3):
+        monkeypatch.setattr(ops, "split_segments", lambda *_, count=segments, **__: count)
+        one = case(op, tokens=300 if segments > 1 else 70)
+        again, kept = check(one, backend="triton_recompute"), check(one)
+        assert all(torch.equal(again[name], kept[name]) for name in kept)
+
+
+def test_what_is_computed_again_is_not_kept() -> None:
+    saved = ops.delta_forward(*forward_arguments("efla", grad=False)[:-1], False)[2:]
+    assert saved[3].numel() == saved[4].numel() == 0 < saved[0].numel()
 
 
 def test_the_split_is_chosen_by_the_programs_that_run() -> None:
     def segments(batch: int, tokens: int, heads: int) -> int:
-        return launch.split_segments(
+        return choices.split_segments(
             sequences=batch, tokens=tokens, heads=heads, key_width=128, value_width=128, columns=64, processors=132
         )
 
     assert segments(8, 2048, 8) == 1
     assert segments(1, 512, 1) == 1  # too short to gain
     for tokens in (1024, 4133, 16384):
-        count, chunks = segments(1, tokens, 1), -(-tokens // launch.CHUNK)
+        count, chunks = segments(1, tokens, 1), -(-tokens // choices.CHUNK)
         assert count > 1 and (count - 1) * -(-chunks // count) < chunks, "no segment may be empty"
 
 
@@ -187,7 +202,7 @@ def forward_arguments(op: str, cu_seqlens: Tensor | None = None, grad: bool = Tr
     x = one.inputs(0, "cpu")
     tensors = [x["q"], x["k"], x["v"], x["beta_logit"], None, x.get("log_g"), x["initial_state"]]
     tensors = [None if t is None else t.requires_grad_(grad) for t in tensors]
-    return (*tensors, cu_seqlens, launch.MODES[op], 0.25, 1, True, True)
+    return (*tensors, cu_seqlens, choices.MODES[op], 0.25, 1, True, True)
 
 
 @pytest.mark.parametrize("op", ["efla", "gated_efla"])

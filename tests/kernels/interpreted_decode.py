@@ -5,7 +5,7 @@ from __future__ import annotations
 import efla_kernels
 import pytest
 import torch
-from efla_kernels.triton import decode, launch, ops
+from efla_kernels.triton import choices, decode, ops
 
 from efla_lm import EflaForCausalLM
 from efla_lm.models.cache import LayerState
@@ -92,6 +92,6 @@ def test_registration() -> None:
     t, o = tensors, options
     arguments = (
         t["x"], t["conv_state"], t["conv_weight"], t["beta_logit"], o["decay_logit"], o["A_log"], o["dt_bias"],
-        t["state"], t["norm_weight"], o["output_gate"], launch.MODES["gated_efla"], 0.35, 1e-6,
+        t["state"], t["norm_weight"], o["output_gate"], choices.MODES["gated_efla"], 0.35, 1e-6,
     )  # fmt: skip
     torch.library.opcheck(decode.decode, arguments)

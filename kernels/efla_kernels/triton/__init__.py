@@ -8,6 +8,7 @@ scan_backward.py    kernel 3, chunks in reverse: gradients of states and v
 gradient_q.py       kernel 4, chunks in parallel: dq
 gradient_k.py       kernel 5, chunks in parallel: dk and the gates' gradients
 split.py            cuts one long sequence into segments that run side by side
-launch.py           block shapes, buffers, launches
+choices.py          shapes and options of a problem, block shapes, the split
+launch.py           buffers, grids, passes over a split sequence
 ops.py              torch.library ops with fake tensors and autograd
 """

@@ -1,15 +1,16 @@
 """Kernel 5, parallel over chunks: the gradients of k and of the gates.
 
-With S the state before the chunk, dS the gradient after it, Gamma_ij = exp(b_i - b_j), and dO, X, dR, P of the scans:
+With S the state before the chunk, dS the gradient after it, Gamma_ij = exp(b_i - b_j), X and dR of the scans, and r N
+of `gradient_q_kernel`:
 
-    N  = tril(r dO X^T) * Gamma        M = -e stril(dR X^T) * Gamma
-    dK = (M + M^T) K + N^T Q + exp(b_C - b) X dS^T - e exp(b) dR S^T
+    M = -e stril(dR X^T) * Gamma
+    dK = (M + M^T) K + (r N)^T Q + exp(b_C - b) X dS^T - e exp(b) dR S^T
     s  = rowsum(dR * X) = dL/d ln e + dL/d ln w
 
-The decay's gradient needs the pairs Z_ij = M_ij k_i.k_j + P_ij dP_ij one by one: d b_i = sum_j Z_ij - sum_j Z_ji +
-terms with the states, summed back from the chunk's end. (The shortcut dO.O - dV.V has the same value in exact
-arithmetic, and loses it to cancellation.) M^T is formed as X dR^T, not by transposing M: the products C x C come first
-and leave only operands behind, so that their registers are free when the products C x K follow.
+The decay's gradient needs the pairs Z_ij = M_ij k_i.k_j one by one: d b_i = sum_j Z_ij - sum_j Z_ji + terms with the
+states, summed back from the chunk's end. (The shortcut dO.O - dV.V has the same value in exact arithmetic, and loses it
+to cancellation.) M^T is formed as X dR^T, not by transposing M: the products C x C come first and leave only operands
+behind, so that their registers are free when the products C x K follow.
 """
 
 from __future__ import annotations
@@ -21,15 +22,14 @@ from efla_kernels.triton.gates import RAW, coefficient_gradients
 from efla_kernels.triton.tiles import CHUNK, chunk_span, load_rows, load_state, store_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gradient_k_kernel(
     q,
     k,
     v,
     gate,
     decay,
-    do,
-    scores,
+    d_scores,
     table,
     states,
     solved,
@@ -41,7 +41,7 @@ def gradient_k_kernel(
     dk,  # out [B, T, H, K]
     d_gate,  # out [B, T, H] fp32: d logit; RAW: d erase
     d_write,  # out [B, T, H] fp32, RAW only
-    d_decay,  # out [B, T, H] fp32: the decay's gradient less the part of `gradient_q_kernel`
+    d_decay,  # in: log_decay's gradient from `gradient_q_kernel`; out: the decay's gradient [B, T, H] fp32
     T,
     q_token,
     q_head,
@@ -75,19 +75,15 @@ def gradient_k_kernel(
         above = rows[:, None] < rows[None, :]
         below = rows[:, None] > rows[None, :]
         e = tl.load(row)
-        r = tl.load(row + 2 * CHUNK)
 
         lower = tl.zeros([CHUNK, CHUNK], tl.float32)  # dR_i.X_j
         upper = tl.zeros([CHUNK, CHUNK], tl.float32)  # dR_j.X_i
-        N_t = tl.zeros([CHUNK, CHUNK], tl.float32)  # dO_j.X_i
         s = tl.zeros([CHUNK], tl.float32)
         for column0 in range(0, V, BV):
             X = load_rows(solved + slot * CHUNK * V, V, CHUNK, V, BV, column0, DTYPE)
             dR = load_rows(d_solved + slot * CHUNK * V, V, CHUNK, V, BV, column0, DTYPE)
-            d_out = load_rows(do + (first * H + h) * V, H * V, left, V, BV, column0, DTYPE)
             lower += tl.dot(dR, tl.trans(X), input_precision=PRECISION)
             upper += tl.dot(X, tl.trans(dR), input_precision=PRECISION)
-            N_t += tl.dot(X, tl.trans(d_out), input_precision=PRECISION)
             if PAIRS:
                 value = load_rows(v + first * v_token + h * v_head, v_token, left, V, BV, column0, tl.float32)
                 s += tl.sum(dR.to(tl.float32) * value, 1)
@@ -98,15 +94,8 @@ def gradient_k_kernel(
         if DECAYS:
             b = tl.load(row + 3 * CHUNK)
             b_end = tl.min(b, 0)
-            # [j, i]: P_ij times its gradient; P holds r and Gamma, and zeros where j > i
-            tile = rows[:, None] * CHUNK + rows[None, :]
-            Z = N_t * tl.trans(tl.load(scores + slot * CHUNK * CHUNK + tile)).to(tl.float32)
-            d_b = tl.sum(Z, 0) - tl.sum(Z, 1)
             lower *= tl.exp(tl.where(below, b[:, None] - b[None, :], 0.0))
-            gamma_t = tl.exp(tl.where(above, b[None, :] - b[:, None], 0.0))
-            upper *= gamma_t
-            N_t *= gamma_t
-        N_t = tl.where(rows[:, None] <= rows[None, :], N_t * r[None, :], 0.0).to(DTYPE)
+            upper *= tl.exp(tl.where(above, b[None, :] - b[:, None], 0.0))
         M = (-(lower * e[:, None] + upper * e[None, :])).to(DTYPE)
         key = load_rows(k + first * k_token + h * k_head, k_token, left, K, BK, 0, DTYPE)
         if PAIRS:
@@ -114,45 +103,42 @@ def gradient_k_kernel(
             d_erase = tl.sum(Z, 1)
             if DECAYS:
                 Z *= e[:, None]
-                d_b += tl.sum(Z, 1) - tl.sum(Z, 0)
+                d_b = tl.sum(Z, 1) - tl.sum(Z, 0)
         d_key = tl.dot(M, key, input_precision=PRECISION)
+        N = tl.load(d_scores + slot * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :])
         query = load_rows(q + first * q_token + h * q_head, q_token, left, K, BK, 0, DTYPE)
-        d_key += tl.dot(N_t, query, input_precision=PRECISION)
+        d_key += tl.dot(tl.trans(N), query, input_precision=PRECISION)
 
         erase = e
         if DECAYS:
             erase = e * tl.exp(b)
             store = tl.exp(b_end - b)
+            from_write = tl.zeros([CHUNK], tl.float32)
             kept = tl.zeros([BV], tl.float32)
-        if PAIRS:
-            erased = tl.zeros([CHUNK, BK], tl.float32)
-            written = tl.zeros([CHUNK, BK], tl.float32)
+        inter = tl.zeros([CHUNK], tl.float32)
         for column0 in range(0, V, BV):
             X = load_rows(solved + slot * CHUNK * V, V, CHUNK, V, BV, column0, DTYPE)
             dR = load_rows(d_solved + slot * CHUNK * V, V, CHUNK, V, BV, column0, DTYPE)
             S = load_state(states + slot * K * V, K, V, BK, BV, column0)
             dS = load_state(d_states + slot * K * V, K, V, BK, BV, column0)
             if PAIRS:
-                erased += tl.dot(dR, tl.trans(S), input_precision=PRECISION)
-                written += tl.dot(X, tl.trans(dS), input_precision=PRECISION)
-                if DECAYS:
-                    kept += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
-            else:
-                scaled = (dR.to(tl.float32) * -e[:, None]).to(DTYPE)
-                d_key += tl.dot(scaled, tl.trans(S), input_precision=PRECISION)
-                d_key += tl.dot(X, tl.trans(dS), input_precision=PRECISION)
-        wide = load_rows(k + first * k_token + h * k_head, k_token, left, K, BK, 0, tl.float32)
+                inter -= tl.sum(dR.to(tl.float32) * tl.dot(key, S, input_precision=PRECISION), 1)
+            if DECAYS:
+                kept += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
+                X = (X.to(tl.float32) * store[:, None]).to(DTYPE)
+                from_write += tl.sum(X.to(tl.float32) * tl.dot(key, dS, input_precision=PRECISION), 1)
+            scaled = (dR.to(tl.float32) * -erase[:, None]).to(DTYPE)
+            d_key += tl.dot(scaled, tl.trans(S), input_precision=PRECISION)
+            d_key += tl.dot(X, tl.trans(dS), input_precision=PRECISION)
         if PAIRS:
-            inter = -tl.sum(erased * wide, 1)
             if DECAYS:
                 inter *= tl.exp(b)
-                written *= store[:, None]
-                from_write = tl.sum(written * wide, 1)
                 d_b += e * inter - from_write
                 at_end = tl.sum(from_write, 0) + tl.exp(b_end) * tl.sum(kept, 0)
                 d_log_decay = tl.sum(d_b, 0) - tl.cumsum(d_b, 0) + d_b + at_end
+                d_log_decay += tl.load(d_decay + at, mask=inside, other=0.0)
             d_erase += inter
-            d_key += written - erased * erase[:, None]
+        wide = load_rows(k + first * k_token + h * k_head, k_token, left, K, BK, 0, tl.float32)
         if MODE == RAW:
             tl.store(d_gate + at, d_erase, mask=inside)
             tl.store(d_write + at, s, mask=inside)

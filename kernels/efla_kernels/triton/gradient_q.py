@@ -1,11 +1,12 @@
-"""Kernel 4, parallel over chunks: the gradient of q.
+"""Kernel 4, parallel over chunks: the gradient of q, and the part of its algebra that k's gradient shares.
 
 With S the state before the chunk, X what the scan solved for, Gamma_ij = exp(b_i - b_j), q_hat = r q:
 
     N = tril(dO X^T) * Gamma        dq_hat = exp(b) dO S^T + N K
 
-and through the normalisation of q. The decay's gradient from reading the state, the sum over i >= t of
-exp(b_i) q_hat_i . S dO_i, falls out on the way.
+and through the normalisation of q. r N is stored for `gradient_k_kernel`, which needs its transpose. The decay's
+gradient has two parts here: with P_ij and its gradient dP = dO X^T, the pairs Z_ij = P_ij dP_ij, and what the states'
+reading depends on; d b_i = sum_j Z_ij - sum_j Z_ji + r exp(b_i) q_i . S dO_i, summed back from the chunk's end.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from efla_kernels.triton.gates import GATED_EFLA, RAW
+from efla_kernels.triton.gates import RAW
 from efla_kernels.triton.tiles import CHUNK, chunk_span, load_rows, load_state, store_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gradient_q_kernel(
     q,
     k,
-    decay,
     do,
+    scores,
     table,
     states,
     solved,
@@ -30,7 +31,8 @@ def gradient_q_kernel(
     first_chunk,
     chunk_sequence,
     dq,  # out [B, T, H, K]
-    d_decay,  # out [B, T, H] fp32: the part of the decay's gradient that comes from reading the state
+    d_scores,  # out r N [chunks, H, C, C]
+    d_decay,  # out [B, T, H] fp32: the part of log_decay's gradient that does not come through k
     T,
     scale,
     q_token,
@@ -58,6 +60,7 @@ def gradient_q_kernel(
         row = table + slot * COLUMNS * CHUNK + rows
         r = tl.load(row + 2 * CHUNK)
         causal = rows[:, None] >= rows[None, :]
+        tile = slot * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :]
         N = tl.zeros([CHUNK, CHUNK], tl.float32)
         d_read = tl.zeros([CHUNK, BK], tl.float32)
         for column0 in range(0, V, BV):
@@ -68,18 +71,16 @@ def gradient_q_kernel(
             d_read += tl.dot(d_out, tl.trans(S), input_precision=PRECISION)
         if DECAYS:
             b = tl.load(row + 3 * CHUNK)
-            inside = rows < left
-            at = (first + rows) * H + h
+            Z = N * tl.load(scores + tile).to(tl.float32)  # P holds r and Gamma, and zeros above its diagonal
             d_read *= tl.exp(b)[:, None]
-            N *= tl.exp(tl.where(causal, b[:, None] - b[None, :], 0.0))
             query = load_rows(q + first * q_token + h * q_head, q_token, left, K, BK, 0, tl.float32)
-            d_b = r * tl.sum(d_read * query, 1)
-            d_log_decay = tl.sum(d_b, 0) - tl.cumsum(d_b, 0) + d_b
-            if MODE == GATED_EFLA:  # log_decay = exp(log_g) - 1
-                d_log_decay *= tl.exp(tl.load(decay + at, mask=inside, other=0.0).to(tl.float32))
-            tl.store(d_decay + at, d_log_decay, mask=inside)
+            d_b = tl.sum(Z, 1) - tl.sum(Z, 0) + r * tl.sum(d_read * query, 1)
+            tl.store(d_decay + (first + rows) * H + h, tl.sum(d_b, 0) - tl.cumsum(d_b, 0) + d_b, mask=rows < left)
+            N *= tl.exp(tl.where(causal, b[:, None] - b[None, :], 0.0))
+        N = tl.where(causal, N, 0.0)
+        tl.store(d_scores + tile, (N * r[:, None]).to(DTYPE))
         key = load_rows(k + first * k_token + h * k_head, k_token, left, K, BK, 0, DTYPE)
-        d_read += tl.dot(tl.where(causal, N, 0.0).to(DTYPE), key, input_precision=PRECISION)
+        d_read += tl.dot(N.to(DTYPE), key, input_precision=PRECISION)
         if MODE != RAW:
             # q_hat = r q with r = scale / sqrt(|q|^2 + eps): r (d - q (q.d) r^2 / scale^2)
             query = load_rows(q + first * q_token + h * q_head, q_token, left, K, BK, 0, tl.float32)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from efla_kernels.triton import ops
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -32,7 +31,7 @@ def _upcast(op: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tu
     return run
 
 
-def upcasting_backend() -> SimpleNamespace:
-    """The backend "triton" with every op's 16-bit inputs in fp32."""
+def upcasting_backend(backend: Any) -> SimpleNamespace:
+    """`backend` with 16-bit inputs of its delta-rule ops in fp32."""
     names = ("delta_rule", "deltanet", "efla", "gated_deltanet", "gated_efla")
-    return SimpleNamespace(**{name: _upcast(getattr(ops, name)) for name in names})
+    return SimpleNamespace(**{name: _upcast(getattr(backend, name)) for name in names})

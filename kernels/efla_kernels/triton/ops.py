@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from efla_kernels.checks import segment_offsets
 from efla_kernels.triton import launch
-from efla_kernels.triton.launch import MODES, Problem, Saved
+from efla_kernels.triton.choices import CHUNK, MODES, Problem, choose, split_segments
+from efla_kernels.triton.launch import Saved
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 256
@@ -52,29 +54,32 @@ def delta_forward(
     scale: float,
     segments: int,
     output_final: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    keep_states: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(o, final state, *Saved); see `launch.forward`."""
     problem = _problem(q, v, decay is not None, cu_seqlens, mode, scale, segments)
-    o, final, saved = launch.forward(problem, q, k, v, gate, write, decay, initial, cu_seqlens, output_final, keep)
+    o, final, saved = launch.forward(
+        problem, q, k, v, gate, write, decay, initial, cu_seqlens, output_final, keep_states
+    )
     return o, final, *saved
 
 
 @delta_forward.register_fake
-def _(q, k, v, gate, write, decay, initial, cu_seqlens, mode, scale, segments, output_final, keep):
+def _(q, k, v, gate, write, decay, initial, cu_seqlens, mode, scale, segments, output_final, keep_states):
     p = _problem(q, v, decay is not None, cu_seqlens, mode, scale, segments)
     fp32 = {"dtype": torch.float32}
     operand = {"dtype": p.operand}
-    C, slots = launch.CHUNK, (p.chunks, p.heads)
+    C, slots, split = CHUNK, (p.chunks, p.heads), segments > 1
     return (
         v.new_empty(v.shape),
         q.new_empty(p.state_shape(p.sequences) if output_final else (0,), **fp32),
         q.new_empty((*slots, C, C), **operand),
         q.new_empty((*slots, C, C), **operand),
         q.new_empty((*slots, p.columns, C), **fp32),
-        q.new_empty(p.state_shape(p.chunks) if keep else (0,), **operand),
-        q.new_empty((*slots, C, p.value_width) if keep else (0,), **operand),
-        q.new_empty((p.sequences, segments, p.heads, p.key_width, p.key_width) if segments > 1 else (0,), **fp32),
+        q.new_empty(p.state_shape(p.chunks) if keep_states else (0,), **operand),
+        q.new_empty((*slots, C, p.value_width) if keep_states else (0,), **operand),
+        q.new_empty((p.sequences, segments, p.heads, p.key_width, p.key_width) if split else (0,), **fp32),
+        q.new_empty(p.state_shape(p.sequences, segments) if split else (0,), **fp32),
     )
 
 
@@ -97,8 +102,7 @@ def delta_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, d_gate, d_write, d_decay, d_initial); see `launch.backward`."""
     problem = _problem(q, v, decay is not None, cu_seqlens, mode, scale, segments)
-    need_initial = initial is not None
-    return launch.backward(problem, Saved(*saved), do, d_final, q, k, v, gate, write, decay, cu_seqlens, need_initial)
+    return launch.backward(problem, Saved(*saved), do, d_final, q, k, v, gate, write, decay, initial, cu_seqlens)
 
 
 @delta_backward.register_fake
@@ -117,10 +121,8 @@ def _(do, d_final, q, k, v, gate, write, decay, initial, cu_seqlens, saved, mode
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, gate, write, decay, initial, cu_seqlens, mode, scale, segments, _, keep = inputs
+    q, k, v, gate, write, decay, initial, cu_seqlens, mode, scale, segments, *_ = inputs
     ctx.set_materialize_grads(False)
-    if not keep:
-        raise RuntimeError("delta_forward ran without keep=True but a gradient is wanted")
     ctx.save_for_backward(q, k, v, gate, write, decay, initial, cu_seqlens, *output[2:])
     ctx.options = (mode, scale, segments)
 
@@ -159,6 +161,7 @@ def _run(
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor | None]:
     B, T, H, K = q.shape
     V = v.shape[3]
@@ -179,13 +182,14 @@ def _run(
     segments = 1
     if cu_seqlens is None:
         processors = _processors(q.get_device()) if q.is_cuda else 132
-        columns = launch.choose(K, V, q.dtype).scan.columns
-        segments = launch.split_segments(B, T, H, K, V, columns, processors)
+        columns = choose(K, V, q.dtype).scan.columns
+        segments = split_segments(B, T, H, K, V, columns, processors)
     inputs = (q, k, v, gate, write, decay, initial_state)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    keep_states = differentiated and not recompute
     initial = None if initial_state is None else initial_state.float().contiguous()
     o, final, *_ = delta_forward(
-        q, k, v, gate, write, decay, initial, cu_seqlens, MODES[op], scale, segments, output_final_state, keep
+        q, k, v, gate, write, decay, initial, cu_seqlens, MODES[op], scale, segments, output_final_state, keep_states
     )
     return o, final if output_final_state else None
 
@@ -203,17 +207,23 @@ def _empty(
     return v.new_zeros(v.shape), state.float() if output_final_state else None
 
 
-def delta_rule(q, k, v, erase, write, log_decay, *, scale, initial_state, output_final_state, cu_seqlens):
-    """The delta rule with coefficients as given; arguments and results as `efla_kernels.delta_rule`."""
-    return _run("delta_rule", q, k, v, erase, write, log_decay, scale, initial_state, output_final_state, cu_seqlens)
+def delta_ops(recompute: bool) -> SimpleNamespace:
+    """A backend's ops: `delta_rule` with coefficients as given, and the models with norms and gates fused in.
 
+    recompute: keep no chunk states for the backward pass, which then runs the forward scan once more; saves 768 bytes
+    per token and head at K = V = 128 and 16 bits.
+    """
 
-def _fused(op: str) -> Any:
-    def run(q, k, v, beta_logit, log_g=None, *, scale, initial_state, output_final_state, cu_seqlens):
-        return _run(op, q, k, v, beta_logit, None, log_g, scale, initial_state, output_final_state, cu_seqlens)
+    def delta_rule(q, k, v, erase, write, log_decay, *, scale, initial_state, output_final_state, cu_seqlens):
+        return _run(
+            "delta_rule", q, k, v, erase, write, log_decay, scale, initial_state, output_final_state, cu_seqlens,
+            recompute,
+        )  # fmt: skip
 
-    run.__name__, run.__doc__ = op, f"`efla_kernels.{op}` with norms and coefficients fused into the kernels."
-    return run
+    def fused(op, q, k, v, beta_logit, log_g=None, *, scale, initial_state, output_final_state, cu_seqlens):
+        return _run(
+            op, q, k, v, beta_logit, None, log_g, scale, initial_state, output_final_state, cu_seqlens, recompute
+        )
 
-
-deltanet, efla, gated_deltanet, gated_efla = map(_fused, ("deltanet", "efla", "gated_deltanet", "gated_efla"))
+    models = ("deltanet", "efla", "gated_deltanet", "gated_efla")
+    return SimpleNamespace(delta_rule=delta_rule, **{op: functools.partial(fused, op) for op in models})

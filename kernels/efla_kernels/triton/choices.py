@@ -1,0 +1,148 @@
+"""What a launch of the delta rule's kernels is made of: shapes and options of the problem, block shapes, the split.
+
+No tuning at run time: the choices are a table by width and type, measured once (kernels/README.md), so that the first
+step is quick and runs repeat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from efla_kernels.triton import gates
+
+CHUNK = 64
+MODES = {
+    "delta_rule": gates.RAW.value,
+    "deltanet": gates.DELTANET.value,
+    "efla": gates.EFLA.value,
+    "gated_deltanet": gates.GATED_DELTANET.value,
+    "gated_efla": gates.GATED_EFLA.value,
+}
+RAW = MODES["delta_rule"]
+
+
+class Block(NamedTuple):
+    """Columns of v per program, warps, stages of the software pipeline."""
+
+    columns: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One row of the table."""
+
+    solve: Block
+    scan: Block
+    scan_backward: Block
+    gradient_q: Block
+    gradient_k: Block
+    transition: Block
+    merge: Block
+
+
+def choose(K: int, V: int, dtype: torch.dtype) -> Choice:
+    """Block shapes for key width K, value width V and the inputs' type; measured on an H200 for 16-bit, K = V = 128."""
+    if dtype == torch.float32:
+        columns = 32 if K <= 64 else 16
+        block = Block(columns, 4, 1)
+        return Choice(block, block, block, Block(32, 8, 1), Block(32, 8, 1), block, Block(16, 4, 1))
+    if K <= 128:
+        return Choice(
+            solve=Block(0, 4, 1),
+            scan=Block(64, 4, 3),
+            scan_backward=Block(64, 4, 3),
+            gradient_q=Block(64, 4, 1),
+            gradient_k=Block(64, 4, 1),
+            transition=Block(64, 4, 3),
+            merge=Block(16, 8, 2),
+        )
+    return Choice(
+        solve=Block(0, 8, 1),
+        scan=Block(32, 8, 2),
+        scan_backward=Block(32, 8, 2),
+        gradient_q=Block(32, 8, 1),
+        gradient_k=Block(32, 8, 1),
+        transition=Block(32, 8, 2),
+        merge=Block(16, 8, 1),
+    )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes and options that all launches of one call share."""
+
+    batch: int
+    tokens: int
+    heads: int
+    key_width: int
+    value_width: int
+    sequences: int
+    dtype: torch.dtype
+    mode: int
+    decays: bool
+    packed: bool
+    scale: float
+    segments: int
+
+    @property
+    def chunks(self) -> int:
+        """Slots for chunk data: exact for equal rows, an upper bound for packed segments."""
+        if self.packed:
+            return self.tokens // CHUNK + self.sequences
+        return self.batch * -(-self.tokens // CHUNK)
+
+    @property
+    def chunks_per_segment(self) -> int:
+        return -(-self.chunks // (self.batch * self.segments))
+
+    @property
+    def operand(self) -> torch.dtype:
+        """Type of the tensor cores' operands. Never fp16: its range does not hold a = 1 / |k|^2 of long keys."""
+        return torch.float32 if self.dtype == torch.float32 else torch.bfloat16
+
+    @property
+    def columns(self) -> int:
+        return 4 if self.decays else 3
+
+    def state_shape(self, *leading: int) -> tuple[int, ...]:
+        return (*leading, self.heads, self.key_width, self.value_width)
+
+    def flags(self) -> dict[str, Any]:
+        """The constants of every kernel."""
+        return {
+            "H": self.heads,
+            "K": self.key_width,
+            "BK": max(16, triton.next_power_of_2(self.key_width)),
+            "DECAYS": self.decays,
+            "DTYPE": tl.float32 if self.operand == torch.float32 else tl.bfloat16,
+            "PRECISION": "ieee" if self.operand == torch.float32 else "tf32",
+        }
+
+    def width(self, block: Block) -> dict[str, int]:
+        """V and its block, no wider than V needs."""
+        return {"V": self.value_width, "BV": max(16, min(block.columns, triton.next_power_of_2(self.value_width)))}
+
+
+def split_segments(
+    sequences: int, tokens: int, heads: int, key_width: int, value_width: int, columns: int, processors: int
+) -> int:
+    """How many segments each row is cut into: 1 where the scans' programs fill the device without it.
+
+    A multiprocessor holds one program of the scan, so the cut that gives each of them one is the best. The first pass
+    over the segments costs about as much as the scan itself: below three segments nothing is won. At least 4 chunks
+    per segment.
+    """
+    chunks = -(-tokens // CHUNK)
+    programs = sequences * heads * -(-value_width // columns)
+    segments = min(processors // programs, chunks // 4)
+    if segments < 3 or key_width > 128:  # a wider transition does not fit a program of the merge
+        return 1
+    per_segment = -(-chunks // segments)
+    return -(-chunks // per_segment)
