@@ -3,7 +3,7 @@
 Chunks are numbered through: chunk m of the whole launch has its slot in every buffer of chunk data ([chunks, H, ...]).
 Equal rows: row b's chunk c is m = b * ceil(T / C) + c. Packed: sequence n's chunks start at first_chunk[n], and
 chunk_sequence[m] names the sequence of chunk m (-1 for slots that no chunk uses: their number is an upper bound, so
-that nobody waits for the device to count them).
+that nobody waits for the device to count them). ROWS is the chunk, or the tile: CHUNK unless a kernel names its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CHUNK = tl.constexpr(64)
 
 
 @triton.jit
-def sequence_span(n, T, cu_seqlens, first_chunk, PACKED: tl.constexpr):
+def sequence_span(n, T, cu_seqlens, first_chunk, PACKED: tl.constexpr, ROWS: tl.constexpr = CHUNK):
     """(first token, length, first chunk) of sequence n; tokens counted through the whole [B*T] rows."""
     if PACKED:
         first = tl.load(cu_seqlens + n).to(tl.int64)
@@ -23,7 +23,7 @@ def sequence_span(n, T, cu_seqlens, first_chunk, PACKED: tl.constexpr):
         return first, (last - first).to(tl.int32), tl.load(first_chunk + n).to(tl.int64)
     else:
         n64 = n.to(tl.int64)
-        return n64 * T, T, n64 * tl.cdiv(T, CHUNK)
+        return n64 * T, T, n64 * tl.cdiv(T, ROWS)
 
 
 @triton.jit
@@ -36,26 +36,35 @@ def scan_place(H: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SEGMEN
 
 
 @triton.jit
-def chunk_span(m, T, cu_seqlens, first_chunk, chunk_sequence, PACKED: tl.constexpr):
+def chunk_span(m, T, cu_seqlens, first_chunk, chunk_sequence, PACKED: tl.constexpr, ROWS: tl.constexpr = CHUNK):
     """(first token of the chunk, tokens left in its sequence from there, whether the slot is used)."""
     if PACKED:
         n = tl.load(chunk_sequence + m)
         used = n >= 0
         safe = tl.maximum(n, 0)
-        first, length, chunk0 = sequence_span(safe, T, cu_seqlens, first_chunk, PACKED)
+        first, length, chunk0 = sequence_span(safe, T, cu_seqlens, first_chunk, PACKED, ROWS)
         c = m - chunk0
-        return first + c * CHUNK, length - (c * CHUNK).to(tl.int32), used
+        return first + c * ROWS, length - (c * ROWS).to(tl.int32), used
     else:
-        per_row = tl.cdiv(T, CHUNK)
+        per_row = tl.cdiv(T, ROWS)
         b = m // per_row
         c = m % per_row
-        return b.to(tl.int64) * T + c * CHUNK, T - c * CHUNK, True
+        return b.to(tl.int64) * T + c * ROWS, T - c * ROWS, True
 
 
 @triton.jit
-def load_rows(base, stride, left, WIDTH: tl.constexpr, BLOCK: tl.constexpr, column0, dtype: tl.constexpr):
-    """Rows 0..C-1 (zeros from `left` on) and columns column0..column0+BLOCK-1 (zeros from WIDTH on) at `base`."""
-    rows = tl.arange(0, CHUNK)
+def load_rows(
+    base,
+    stride,
+    left,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    column0,
+    dtype: tl.constexpr,
+    ROWS: tl.constexpr = CHUNK,
+):
+    """Rows 0..ROWS-1 (zeros from `left` on) and columns column0..column0+BLOCK-1 (zeros from WIDTH on) at `base`."""
+    rows = tl.arange(0, ROWS)
     columns = column0 + tl.arange(0, BLOCK)
     pointers = base + rows[:, None] * stride + columns[None, :]
     mask = rows[:, None] < left
@@ -65,9 +74,11 @@ def load_rows(base, stride, left, WIDTH: tl.constexpr, BLOCK: tl.constexpr, colu
 
 
 @triton.jit
-def store_rows(base, stride, left, WIDTH: tl.constexpr, BLOCK: tl.constexpr, column0, value):
+def store_rows(
+    base, stride, left, WIDTH: tl.constexpr, BLOCK: tl.constexpr, column0, value, ROWS: tl.constexpr = CHUNK
+):
     """The counterpart of `load_rows`."""
-    rows = tl.arange(0, CHUNK)
+    rows = tl.arange(0, ROWS)
     columns = column0 + tl.arange(0, BLOCK)
     mask = rows[:, None] < left
     if WIDTH % BLOCK != 0:
@@ -76,7 +87,7 @@ def store_rows(base, stride, left, WIDTH: tl.constexpr, BLOCK: tl.constexpr, col
 
 
 @triton.jit
-def matrix(base, rows, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
+def matrix(base, rows, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr = CHUNK):
     """A handle on a matrix of `rows` rows, `stride` elements apart, for `load_tile` and `store_tile`.
 
     TMA: a tensor descriptor, whose copies are asynchronous, take no registers and stop at the matrix's edge by
@@ -84,19 +95,29 @@ def matrix(base, rows, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl
     """
     if TMA:
         # a descriptor of no rows is malformed even where it is never used
-        return tl.make_tensor_descriptor(base, [tl.maximum(rows, 1), WIDTH], [stride, 1], [CHUNK, BLOCK])
+        return tl.make_tensor_descriptor(base, [tl.maximum(rows, 1), WIDTH], [stride, 1], [ROWS, BLOCK])
     else:
         return base
 
 
 @triton.jit
-def load_tile(handle, rows, stride, row0, column0, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
-    """Tile [C, BLOCK] of a `matrix` at (row0, column0), zeros outside of it."""
+def load_tile(
+    handle,
+    rows,
+    stride,
+    row0,
+    column0,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TMA: tl.constexpr,
+    ROWS: tl.constexpr = CHUNK,
+):
+    """Tile [ROWS, BLOCK] of a `matrix` at (row0, column0), zeros outside of it."""
     if TMA:
         return handle.load([row0, column0])
     else:
         base = handle + (tl.full((), 0, tl.int64) + row0) * stride
-        return load_rows(base, stride, rows - row0, WIDTH, BLOCK, column0, handle.dtype.element_ty)
+        return load_rows(base, stride, rows - row0, WIDTH, BLOCK, column0, handle.dtype.element_ty, ROWS)
 
 
 @triton.jit
