@@ -16,7 +16,7 @@ from torch.optim import AdamW
 
 from efla_lm.models import EflaConfig, EflaForCausalLM, flops_per_token
 from efla_lm.settings import TrainSettings, entry, to_dict
-from efla_lm.training import build, schedule
+from efla_lm.training import build, corpus, schedule
 from efla_lm.training.batch_log import BatchLog
 from efla_lm.training.budget import Budget, plan_budget
 from efla_lm.training.checkpoint import CheckpointMeta, load_checkpoint
@@ -50,6 +50,7 @@ class Run:
     replicas: int  # ranks that hold the same shard
     train_data: WindowLoader
     heldout_data: SequentialLoader | None
+    data: corpus.Corpus
     identity: dict[str, object]
     resumed_from: Path | None
     start: CheckpointMeta  # where this launch begins
@@ -74,11 +75,12 @@ def main(settings: TrainSettings) -> int:
         world = start(settings.train.device, settings.parallel.world_size)
         budget = plan_budget(settings.train, settings.data.context, world.size)
         mesh = build_mesh(world, settings.parallel.mode, settings.parallel.replicate, settings.parallel.shard)
-        tokens, heldout = build.open_data(settings, world)
+        data = corpus.open_corpus(settings.data, world)
+        tokens = data.first
         config = build.build_config(settings, tokens)
         backend = build.backend_in_use(config, world.device)
-        train_data, heldout_data = build.build_loaders(settings, budget, tokens, heldout, world)
-        identity = build.identity(settings, config, tokens)
+        train_data, heldout_data = corpus.build_loaders(settings, budget, data, world)
+        identity = build.identity(settings, config, train_data.windows)
         resume = world.on_main(lambda: build.find_resume(settings, identity))
         evaluation = build.live_evaluation(settings, tokens, budget, world)
         with open_run(settings, rank=world.rank, world_size=world.size, broadcast=world.broadcast) as directory:
@@ -89,7 +91,7 @@ def main(settings: TrainSettings) -> int:
             replicas = mesh["replicate"].size()
             run = Run(
                 settings, world, budget, directory, config, model, optimizer, replicas, train_data, heldout_data,
-                identity, resume, begin, evaluation,
+                data, identity, resume, begin, evaluation,
             )  # fmt: skip
             banner("efla-lm", facts(run, backend), main=world.is_main)
             done, saved = fit(run, interruption)
@@ -171,11 +173,13 @@ def facts(run: Run, backend: str) -> dict[str, object]:
     s, b, config, world = run.settings, run.budget, run.config, run.world
     parameters = sum(p.numel() for p in run.model.parameters())
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    heldout = run.heldout_data.token_file.num_tokens if run.heldout_data else 0
+    heldout = run.data.heldout.num_tokens if run.data.heldout else 0
+    packing = corpus.describe(run.train_data.windows)
     shards = world.size // run.replicas
     return {
         "model": f"{config.mixer}, {parameters:,} parameters, {config.num_hidden_layers} blocks, backend {backend}",
-        "data": f"{s.data.name}, {run.train_data.token_file.num_tokens:,} tokens, {heldout:,} held out",
+        "data": f"{s.data.name}, {run.data.num_tokens:,} tokens, {heldout:,} held out",
+        **({"packing": packing} if packing else {}),
         "training": f"{b.steps:,} updates of {b.batch_tokens:,} tokens = {b.total_tokens:,} tokens",
         "batch": f"{b.windows} windows of {b.context}: {world.size} rank(s) x {b.micro_steps} micro x {b.micro_batch}",
         "devices": f"{world.size} x {device}, {s.train.precision}, {run.replicas} replica(s) of {shards} shard(s)",

@@ -3,7 +3,8 @@
     train-00000.bin   N token ids, uint16 (vocabulary <= 65536) or uint32, little-endian
     train-00000.idx   D document ends, uint64, little-endian: document d is tokens[ends[d-1]:ends[d]], with EOS
 
-Nothing is loaded on open, so a file of any size costs a few pages of memory.
+A large split has several shards, -00001 and so on; documents do not cross them, and each index counts from the start
+of its own shard. Nothing is loaded on open, so files of any size cost a few pages of memory.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from efla_data.errors import DataError
+from efla_data.joined import Joined
 from efla_data.manifest import AGAIN, Manifest, Shard, load_manifest
 
 INDEX_DTYPE = np.dtype("<u8")
@@ -34,42 +36,36 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """One split, open for reading. `tokens` [N] and `document_ends` [D] are read-only memory maps."""
+    """One split, open for reading. `tokens` [N], `document_ends` [D]: memory maps, or several shards joined."""
 
     folder: Path
     split: str
     manifest: Manifest
-    tokens: np.ndarray
-    document_ends: np.ndarray
+    tokens: np.ndarray | Joined
+    document_ends: np.ndarray | Joined
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], split: str = "train", verify: bool = False) -> TokenFile:
         """Open `split` ("train" or "heldout") of `folder`.
 
-        Always checks the manifest, that both files exist with the right size, and that the last document ends at
-        the last token. `verify=True` also reads every byte and compares sha256. DataError names the file.
+        Always checks the manifest, that all files exist with the right size, and that the last document of each shard
+        ends at its last token. `verify=True` also reads every byte and compares sha256. DataError names the file.
         """
         folder = Path(folder).absolute()
         manifest = load_manifest(folder)
         if split not in manifest.splits:
             have = ", ".join(sorted(manifest.splits)) or "none"
             raise DataError(f"{folder} has no split {split!r} (it has: {have}); prepare it with held-out documents")
-        shards = manifest.splits[split].shards
-        if len(shards) != 1:
-            raise DataError(f"{folder}: split {split!r} has {len(shards)} shards, this version reads exactly 1")
-        shard = shards[0]
         dtype = np.dtype(manifest.dtype).newbyteorder("<")
-        tokens = _map(folder / shard.tokens_file, dtype, shard.tokens)
-        ends = _map(folder / shard.index_file, INDEX_DTYPE, shard.documents)
-        last = int(ends[-1]) if len(ends) else 0
-        if last != shard.tokens:
-            where = folder / shard.index_file
-            raise DataError(
-                f"{where}: corrupt, last document should end at token {shard.tokens}, ends at {last}; {AGAIN}"
-            )
-        if verify:
-            _check_hashes(folder, shard)
-        return cls(folder, split, manifest, tokens, ends)
+        shards = manifest.splits[split].shards
+        if not shards:
+            raise DataError(f"{folder}: damaged manifest, split {split!r} has no shard; {AGAIN}")
+        maps = [_open_shard(folder, shard, dtype, verify) for shard in shards]
+        if len(maps) == 1:
+            return cls(folder, split, manifest, *maps[0])
+        starts = np.cumsum([0, *(shard.tokens for shard in shards)])[:-1]
+        tokens = Joined([tokens for tokens, _ in maps])
+        return cls(folder, split, manifest, tokens, Joined([ends for _, ends in maps], starts.tolist()))
 
     @property
     def num_tokens(self) -> int:
@@ -106,8 +102,8 @@ class TokenFile:
         if not 0 <= index < self.num_documents:
             where = f"{self.folder} ({self.split})"
             raise IndexError(f"document {index} of {where}: expected 0 <= index < {self.num_documents}")
-        start = int(self.document_ends[index - 1]) if index else 0
-        return self.tokens[start : int(self.document_ends[index])]
+        bounds = self.document_ends[max(index - 1, 0) : index + 1]
+        return self.tokens[int(bounds[0]) if index else 0 : int(bounds[-1])]
 
     def check_vocabulary(self, model_vocab_size: int) -> None:
         """DataError when the ids do not fit a model with `model_vocab_size` embeddings."""
@@ -116,6 +112,19 @@ class TokenFile:
                 f"tokenizer of {self.folder} has {self.vocab_size} ids, the model has vocab_size={model_vocab_size}: "
                 f"set model.vocab_size={self.vocab_size} or more"
             )
+
+
+def _open_shard(folder: Path, shard: Shard, dtype: np.dtype, verify: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Maps of ids and document ends of one shard, checked."""
+    tokens = _map(folder / shard.tokens_file, dtype, shard.tokens)
+    ends = _map(folder / shard.index_file, INDEX_DTYPE, shard.documents)
+    last = int(ends[-1]) if len(ends) else 0
+    if last != shard.tokens:
+        where = folder / shard.index_file
+        raise DataError(f"{where}: corrupt, last document should end at token {shard.tokens}, ends at {last}; {AGAIN}")
+    if verify:
+        _check_hashes(folder, shard)
+    return tokens, ends
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:

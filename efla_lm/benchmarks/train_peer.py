@@ -18,7 +18,7 @@ from efla_lm.benchmarks.train_settings import PEERS
 from efla_lm.errors import UserError
 from efla_lm.models import flops_per_token
 from efla_lm.settings import TrainSettings
-from efla_lm.training import build, schedule
+from efla_lm.training import build, corpus, schedule
 from efla_lm.training.budget import plan_budget
 from efla_lm.training.distributed import build_mesh, start
 
@@ -65,13 +65,13 @@ class Peer:
         self.settings, self.device, self.world_size, self.is_main = settings, world.device, world.size, world.is_main
         self.budget = plan_budget(settings.train, settings.data.context, world.size)
         self.batch_tokens = self.budget.batch_tokens
-        tokens, heldout = build.open_data(settings, world)
-        self.data, _ = build.build_loaders(settings, self.budget, tokens, heldout, world)
+        data = corpus.open_corpus(settings.data, world)
+        self.data, _ = corpus.build_loaders(settings, self.budget, data, world)
         torch.manual_seed(settings.seed)
         model = AutoModelForCausalLM.from_config(peer_config(point.model, settings)).float().to(world.device).train()
         embedding = settings.model.hidden_size * (settings.model.vocab_size or 0)
         self.parameters = sum(p.numel() for p in model.parameters()) - embedding
-        self.flops = flops_per_token(build.build_config(settings, tokens), self.budget.context)
+        self.flops = flops_per_token(build.build_config(settings, data.first), self.budget.context)
         mesh = build_mesh(world, settings.parallel.mode, settings.parallel.replicate, settings.parallel.shard)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         options: dict[str, Any] = {

@@ -21,7 +21,7 @@ import torch
 from efla_lm.benchmarks.train_settings import STARTED
 from efla_lm.models import flops_per_token
 from efla_lm.settings import TrainSettings, compose
-from efla_lm.training import build, schedule
+from efla_lm.training import build, corpus, schedule
 from efla_lm.training.budget import plan_budget
 from efla_lm.training.distributed import build_mesh, finish, start
 from efla_lm.training.optim import build_optimizer, set_learning_rate
@@ -72,10 +72,10 @@ class Ours:
         self.world = world = start(settings.train.device, settings.parallel.world_size)
         self.budget = plan_budget(settings.train, settings.data.context, world.size)
         mesh = build_mesh(world, settings.parallel.mode, settings.parallel.replicate, settings.parallel.shard)
-        tokens, heldout = build.open_data(settings, world)
-        config = build.build_config(settings, tokens)
+        data = corpus.open_corpus(settings.data, world)
+        config = build.build_config(settings, data.first)
         build.backend_in_use(config, world.device)
-        self.data, _ = build.build_loaders(settings, self.budget, tokens, heldout, world)
+        self.data, _ = corpus.build_loaders(settings, self.budget, data, world)
         self.model = build.build_model(settings, config, world, mesh)
         self.optimizer = build_optimizer(self.model, **asdict(settings.optim))
         self.verdicts = Verdicts(settings.train.max_skipped_steps)

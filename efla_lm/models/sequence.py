@@ -108,8 +108,8 @@ def describe(
         cu_seqlens: [N+1] offsets 0 ... T of the documents packed into one row.
 
     Raises:
-        ValueError: for shapes or boundaries that do not fit, for padding that is neither left nor right, and for
-            padding in a packed batch.
+        ValueError: for shapes or boundaries that do not fit (on a GPU a device-side assertion, if it is the values of
+            the offsets), for padding that is neither left nor right, and for padding in a packed batch.
     """
     past = 0 if cache is None else cache.seen
     padding = None if cache is None else cache.padding
@@ -170,6 +170,9 @@ def _segments(cu_seqlens: Tensor, length: int, device: torch.device) -> Tensor:
         raise ValueError(f"cu_seqlens must be a vector of integer offsets, got {tuple(cu_seqlens.shape)}")
     offsets = cu_seqlens.to(device=device, dtype=torch.long)
     lengths = offsets.diff()
-    if bool((offsets[0] != 0) | (offsets[-1] != length) | (lengths < 0).any()):
+    fits = (offsets[0] == 0) & (offsets[-1] == length) & (lengths >= 0).all()
+    if offsets.is_cuda:
+        torch._assert_async(fits)  # raising a ValueError here would make the host wait in every forward pass
+    elif not bool(fits):
         raise ValueError(f"cu_seqlens must rise from 0 to {length} (the tokens given), got {offsets.tolist()}")
     return torch.repeat_interleave(torch.arange(lengths.numel(), device=device), lengths, output_size=length)

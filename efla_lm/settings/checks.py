@@ -58,8 +58,20 @@ def check_data(data: DataSettings) -> None:
     _exactly_one("data.heldout_fraction", data.heldout_fraction, "data.heldout_sources", data.heldout_sources)
     if data.heldout_fraction is not None and not 0 <= data.heldout_fraction < 1:
         raise UserError(f"data.heldout_fraction: got {data.heldout_fraction}, expected from 0 to below 1, e.g. 0.01")
-    for name in ("context", "vocab_size", "max_tokens"):
+    for name in ("context", "vocab_size", "max_tokens", "max_documents"):
         _positive(f"data.{name}", getattr(data, name))
+    if len(data.weights) != len(data.mixture) or any(weight <= 0 for weight in data.weights):
+        raise UserError(
+            f"data.weights: got {data.weights}, expected {len(data.mixture)} numbers above 0, one for each folder of "
+            f"data.mixture={data.mixture}"
+        )
+    if data.packing == "documents" and data.mask_boundaries:
+        raise UserError(
+            "data.mask_boundaries=true belongs to data.packing=stream: packed documents predict none but their own "
+            "tokens; set it to false"
+        )
+    if data.packing == "stream" and data.max_documents is not None:
+        raise UserError(f"data.max_documents={data.max_documents} belongs to data.packing=documents; set it to null")
 
 
 def check_prepare(settings: PrepareSettings) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from efla_data.loader import SequentialLoader, WindowLoader
 from efla_data.token_file import TokenFile
+from efla_data.windows import Windows
 from efla_kernels import resolve_backend
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,6 +18,7 @@ from efla_lm.errors import UserError
 from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
 from efla_lm.models.mixers import MIXER_CLASSES
 from efla_lm.settings import TrainSettings
+from efla_lm.training import corpus
 from efla_lm.training.budget import Budget
 from efla_lm.training.checkpoint import check_identity, checkpoints_in, fault_in, find_checkpoint, read_meta
 from efla_lm.training.distributed import World, shard_model
@@ -27,28 +28,6 @@ if TYPE_CHECKING:
 
 # Fields of the config that may differ between launches of one run: how it is computed, not what.
 FREE_FIELDS = {"backend", "initializer_range", "max_position_embeddings"}
-
-
-def open_data(settings: TrainSettings, world: World) -> tuple[TokenFile, TokenFile | None]:
-    """The training tokens, and the held-out ones if there are any. Bytes are checked (data.verify) by rank 0 alone."""
-    folder, verify = settings.data.dir, settings.data.verify
-
-    def check() -> bool:
-        train = TokenFile.open(folder, "train", verify=verify)
-        if not (train.tokenizer_dir / "tokenizer.json").is_file():
-            hint = "put the tokenizer that made the ids there, as exports and evaluation need it"
-            raise UserError(f"{train.tokenizer_dir}: expected tokenizer.json, found none; {hint}")
-        made = train.manifest.tokenizer.add_bos
-        if made != settings.data.bos:  # the run's config is where evaluation reads how texts were opened
-            keys = f"data.bos={str(settings.data.bos).lower()}", f"data.bos={str(made).lower()}"
-            raise UserError(f"{keys[0]}, but {folder} was made with {keys[1]}: set it so, or another data.dir")
-        heldout = "heldout" in train.manifest.splits
-        if heldout:
-            TokenFile.open(folder, "heldout", verify=verify)
-        return heldout
-
-    heldout = world.on_main(check)
-    return TokenFile.open(folder, "train"), TokenFile.open(folder, "heldout") if heldout else None
 
 
 def build_config(settings: TrainSettings, data: TokenFile) -> EflaConfig:
@@ -99,19 +78,6 @@ def build_model(settings: TrainSettings, config: EflaConfig, world: World, mesh:
     return model.train()
 
 
-def build_loaders(
-    settings: TrainSettings, budget: Budget, tokens: TokenFile, heldout: TokenFile | None, world: World
-) -> tuple[WindowLoader, SequentialLoader | None]:
-    """This rank's training and validation batches."""
-    masked = settings.data.mask_boundaries
-    train = WindowLoader(
-        tokens, budget.context, budget.windows, budget.micro_batch, world.rank, world.size, settings.seed, masked
-    )
-    if heldout is None:
-        return train, None
-    return train, SequentialLoader(heldout, budget.context, budget.micro_batch, world.rank, world.size, masked)
-
-
 def live_evaluation(settings: TrainSettings, tokens: TokenFile, budget: Budget, world: World) -> LiveEvaluation | None:
     """The tasks that are evaluated during training, or None without eval.every. Raises UserError for one that cannot
     be had."""
@@ -125,16 +91,11 @@ def live_evaluation(settings: TrainSettings, tokens: TokenFile, budget: Budget, 
     )
 
 
-def identity(settings: TrainSettings, config: EflaConfig, data: TokenFile) -> dict[str, Any]:
+def identity(settings: TrainSettings, config: EflaConfig, windows: Windows) -> dict[str, Any]:
     """What a continued run must share with its checkpoint, by the name of the key that sets it."""
     model = {f"model.{name}": getattr(config, name) for name in asdict(settings.model) if name not in FREE_FIELDS}
-    return model | {
-        "data.fingerprint": data.fingerprint,
-        "data.context": settings.data.context,
-        "data.mask_boundaries": settings.data.mask_boundaries,
-        "train.batch_tokens": settings.train.batch_tokens,
-        "seed": settings.seed,
-    }
+    batch = {"train.batch_tokens": settings.train.batch_tokens, "seed": settings.seed}
+    return model | corpus.identity(settings.data, windows) | batch
 
 
 def find_resume(settings: TrainSettings, ours: dict[str, Any]) -> Path | None:

@@ -50,7 +50,7 @@ def update(
     share = torch.zeros((), dtype=torch.float64, device=world.device)
     for micro, batch in enumerate(batches):
         _reduce_gradients(model, last=micro == len(batches) - 1)
-        loss = model(input_ids=_move(batch.input_ids, world), targets=_move(batch.targets, world)).loss
+        loss = model(**inputs_of(batch, world)).loss
         (loss / valid.to(loss.dtype)).backward()
         share += loss.detach().double() / valid
     reduce_whole(model, world)
@@ -132,6 +132,16 @@ def _reduce_gradients(model: nn.Module, last: bool) -> None:
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(last)
     model.set_is_last_backward(last)
+
+
+def inputs_of(batch: Batch, world: World) -> dict[str, Tensor | None]:
+    """A batch on the device, as the model takes it."""
+    boundaries = None if batch.cu_seqlens is None else _move(batch.cu_seqlens, world)
+    return {
+        "input_ids": _move(batch.input_ids, world),
+        "targets": _move(batch.targets, world),
+        "cu_seqlens": boundaries,
+    }
 
 
 def _move(tensor: Tensor, world: World) -> Tensor:

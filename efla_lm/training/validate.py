@@ -7,6 +7,7 @@ from efla_data.loader import IGNORE, SequentialLoader
 from torch import nn
 
 from efla_lm.training.distributed import World, reshard
+from efla_lm.training.step import inputs_of
 
 
 @torch.no_grad()
@@ -25,7 +26,7 @@ def validate(model: nn.Module, loader: SequentialLoader, world: World, max_windo
     try:
         for index in range(batches):
             batch = loader.batch(index)
-            loss = model(input_ids=batch.input_ids.to(world.device), targets=batch.targets.to(world.device)).loss
+            loss = model(**inputs_of(batch, world)).loss
             sums += torch.stack([loss.double(), (batch.targets != IGNORE).sum().to(world.device).double()])
     finally:
         model.train(was_training)

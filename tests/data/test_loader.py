@@ -12,6 +12,7 @@ from efla_data.errors import DataError
 from efla_data.loader import IGNORE, SequentialLoader, WindowLoader
 from efla_data.permutation import permute, round_keys
 from efla_data.token_file import TokenFile
+from efla_data.windows import StreamWindows
 from efla_data.writer import write_token_files
 
 from tests.data.material import counting_tokens
@@ -31,7 +32,7 @@ def global_batch(
     """Windows of one step over all ranks and micro-batches, in the order of the global batch."""
     rows: dict[int, int] = {}
     for rank in range(world_size):
-        loader = WindowLoader(file, T, size, micro_batch, rank, world_size, **options)  # type: ignore[arg-type]
+        loader = WindowLoader(StreamWindows(file, T), size, micro_batch, rank, world_size, **options)  # type: ignore[arg-type]
         for micro in range(loader.micro_steps):
             windows = loader.batch(step, micro).window_ids.tolist()
             for i, window in enumerate(windows):
@@ -42,13 +43,13 @@ def global_batch(
 
 def epoch(file: TokenFile, number: int, seed: int = 0, shuffle: bool = True) -> list[int]:
     """Windows of one epoch, in order."""
-    count = WindowLoader(file, T, 1, 1).windows_per_epoch
-    loader = WindowLoader(file, T, 1, 1, seed=seed, shuffle=shuffle)
+    count = StreamWindows(file, T).count
+    loader = WindowLoader(StreamWindows(file, T), 1, 1, seed=seed, shuffle=shuffle)
     return [int(loader.window_ids(number * count + place, 0)[0]) for place in range(count)]
 
 
 def test_inputs_and_targets_are_the_stream_shifted_by_one(file: TokenFile) -> None:
-    loader = WindowLoader(file, T, 4, 4, seed=3)
+    loader = WindowLoader(StreamWindows(file, T), 4, 4, seed=3)
     for step in range(40):
         batch = loader.batch(step, 0)
         assert batch.input_ids.shape == batch.targets.shape == (4, T)
@@ -64,7 +65,7 @@ def test_inputs_and_targets_are_the_stream_shifted_by_one(file: TokenFile) -> No
 @pytest.mark.parametrize("step", [0, 4, 5, 1000])
 def test_same_global_batch_for_any_layout(file: TokenFile, micro_batch: int, world_size: int, step: int) -> None:
     """Saved on 2 ranks, resumed on 1, or cut otherwise: the same windows in the same places."""
-    expected = WindowLoader(file, T, 24, 24, seed=7).window_ids(step, 0).tolist()
+    expected = WindowLoader(StreamWindows(file, T), 24, 24, seed=7).window_ids(step, 0).tolist()
     assert global_batch(file, step, micro_batch, world_size, seed=7) == expected
 
 
@@ -73,7 +74,7 @@ def test_ranks_together_read_every_window_once(file: TokenFile, world_size: int)
     """5 steps of 25 windows are one epoch of 125: no window is read twice, by whichever rank, and none is left out."""
     seen: list[int] = []
     for rank in range(world_size):
-        loader = WindowLoader(file, T, 25, 25 // world_size, rank, world_size, seed=1)
+        loader = WindowLoader(StreamWindows(file, T), 25, 25 // world_size, rank, world_size, seed=1)
         seen += [int(window) for step in range(5) for window in loader.window_ids(step, 0)]
     assert sorted(seen) == list(range(125))
 
@@ -83,7 +84,7 @@ def test_tokens_of_an_epoch_are_the_corpus(file: TokenFile) -> None:
     inputs: list[int] = []
     targets: list[int] = []
     for rank in range(2):
-        loader = WindowLoader(file, T, 10, 5, rank, 2, seed=2)
+        loader = WindowLoader(StreamWindows(file, T), 10, 5, rank, 2, seed=2)
         for step in range(13):
             batch = loader.batch(step, 0)
             first = step * 10 + rank * 5
@@ -119,14 +120,14 @@ def test_stopping_anywhere_and_going_on_changes_nothing(file: TokenFile) -> None
             start:
         ]
     shuffled = np.random.default_rng(0).permutation(40)
-    loader = WindowLoader(file, T, 24, 24, seed=5)
+    loader = WindowLoader(StreamWindows(file, T), 24, 24, seed=5)
     for step in shuffled:
         assert loader.window_ids(int(step), 0).tolist() == straight[step]
 
 
 def test_seek_costs_nothing(file: TokenFile) -> None:
     start = time.perf_counter()
-    loader = WindowLoader(file, T, 24, 24, seed=5)
+    loader = WindowLoader(StreamWindows(file, T), 24, 24, seed=5)
     loader.batch(10**6, 0)
     loader.batch(10**12, 0)
     assert time.perf_counter() - start < 0.5
@@ -164,11 +165,11 @@ def test_masked_boundaries(file: TokenFile, loader: str) -> None:
     """With the switch the target is ignored exactly where it opens a document; without it (default) nowhere."""
     for mask in (False, True):
         if loader == "training":
-            batches = [WindowLoader(file, T, 5, 5, seed=1, mask_boundaries=mask).batch(step, 0) for step in range(25)]
+            batches = [WindowLoader(StreamWindows(file, T, mask), 5, 5, seed=1).batch(step, 0) for step in range(25)]
         else:
-            sequential = SequentialLoader(file, T, 5, mask_boundaries=mask)
+            sequential = SequentialLoader(StreamWindows(file, T, mask, tail=True), 5)
             batches = [sequential.batch(index) for index in range(sequential.num_batches)]
-        starts = {int(end) for end in file.document_ends}
+        starts = {int(end) for end in file.document_ends.tolist()}
         for batch in batches:
             for row, window in enumerate(batch.window_ids.tolist()):
                 for t in range(T):
@@ -181,7 +182,7 @@ def test_masked_boundaries(file: TokenFile, loader: str) -> None:
 
 def test_masking_with_bos_ignores_the_bos_of_the_next_document(tmp_path: Path) -> None:
     write_token_files(tmp_path, {"train": [[2, 5, 6, 1], [2, 7, 1], [2, 8, 1]]}, 10, eos_id=1, bos_id=2)
-    batch = WindowLoader(TokenFile.open(tmp_path), 9, 1, 1, mask_boundaries=True).batch(0, 0)
+    batch = WindowLoader(StreamWindows(TokenFile.open(tmp_path), 9, True), 1, 1).batch(0, 0)
     assert batch.input_ids.tolist() == [[2, 5, 6, 1, 2, 7, 1, 2, 8]]
     assert batch.targets.tolist() == [[5, 6, 1, IGNORE, 7, 1, IGNORE, 8, 1]]
 
@@ -192,7 +193,10 @@ def test_masking_with_bos_ignores_the_bos_of_the_next_document(tmp_path: Path) -
 def test_validation_covers_each_target_once(file: TokenFile, context: int, micro_batch: int, world_size: int) -> None:
     targets: list[int] = []
     windows: list[int] = []
-    loaders = [SequentialLoader(file, context, micro_batch, rank, world_size) for rank in range(world_size)]
+    loaders = [
+        SequentialLoader(StreamWindows(file, context, tail=True), micro_batch, rank, world_size)
+        for rank in range(world_size)
+    ]
     assert len({loader.num_batches for loader in loaders}) == 1
     for index in range(loaders[0].num_batches):
         for loader in loaders:
@@ -211,39 +215,39 @@ def test_validation_covers_each_target_once(file: TokenFile, context: int, micro
 def test_last_tokens_of_the_stream(tmp_path: Path) -> None:
     """N = 2 T + 1 gives two windows, N = 2 T only one: the last target must exist."""
     for tokens, windows in ((2 * T + 1, 2), (2 * T, 1), (T + 1, 1)):
-        loader = WindowLoader(counting_tokens(tmp_path / str(tokens), tokens), T, 1, 1)
-        assert loader.windows_per_epoch == windows
+        loader = WindowLoader(StreamWindows(counting_tokens(tmp_path / str(tokens), tokens), T), 1, 1)
+        assert loader.windows.count == windows
         for step in range(4):
             loader.batch(step, 0)
 
 
 def test_what_cannot_be_is_refused_with_the_numbers(file: TokenFile, tmp_path: Path) -> None:
     small = counting_tokens(tmp_path / "small", T)
-    with pytest.raises(DataError, match=r"8 tokens are fewer than one window of context 8 \+ 1"):
-        WindowLoader(small, T, 1, 1)
+    with pytest.raises(DataError, match=r"8 tokens, fewer than one window of context 8 \+ 1"):
+        StreamWindows(small, T)
     with pytest.raises(
         DataError, match="global batch of 24 windows is not a multiple of micro_batch 5 x 2 processes = 10"
     ):
-        WindowLoader(file, T, 24, 5, 0, 2)
-    with pytest.raises(DataError, match="at least 1, got 8 and 0"):
-        WindowLoader(file, T, 24, 0)
+        WindowLoader(StreamWindows(file, T), 24, 5, 0, 2)
+    with pytest.raises(DataError, match="at least 1, got 0"):
+        WindowLoader(StreamWindows(file, T), 24, 0)
     with pytest.raises(ValueError, match="expected 0 <= rank < world_size, got rank 2 of 2"):
-        SequentialLoader(file, T, 4, 2, 2)
+        SequentialLoader(StreamWindows(file, T, tail=True), 4, 2, 2)
     with pytest.raises(DataError, match="1 tokens, at least 2"):
-        SequentialLoader(counting_tokens(tmp_path / "one", 1), T, 4)
-    loader = WindowLoader(file, T, 24, 12)
+        StreamWindows(counting_tokens(tmp_path / "one", 1), T, tail=True)
+    loader = WindowLoader(StreamWindows(file, T), 24, 12)
     for step, micro in ((-1, 0), (0, 2), (0, -1)):
         with pytest.raises(ValueError, match="expected step >= 0 and 0 <= micro < 2"):
             loader.batch(step, micro)
     with pytest.raises(ValueError, match="expected 0 <= index < 32"):
-        SequentialLoader(file, T, 4).batch(32)
+        SequentialLoader(StreamWindows(file, T, tail=True), 4).batch(32)
 
 
 @pytest.mark.parametrize(("context", "micro_batch"), [(2048, 8), (256, 16)])
 def test_speed(tmp_path: Path, context: int, micro_batch: int) -> None:
     """20 M tokens/s of processor time from a warm cache, on one core (wall time would measure what else runs)."""
     file = counting_tokens(tmp_path, 4_000_000, document=500, vocab_size=1 << 23)
-    loader = WindowLoader(file, context, 4 * micro_batch, micro_batch, seed=1)
+    loader = WindowLoader(StreamWindows(file, context), 4 * micro_batch, micro_batch, seed=1)
     loader.batch(0, 0)
     best = 0.0
     for _ in range(3):

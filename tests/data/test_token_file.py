@@ -157,10 +157,11 @@ import resource, sys, time
 import numpy as np
 from efla_data.loader import WindowLoader
 from efla_data.token_file import TokenFile
+from efla_data.windows import StreamWindows
 start = time.monotonic()
 file = TokenFile.open(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-loader = WindowLoader(file, 2048, 256, 16, seed=1, mask_boundaries=True)
+loader = WindowLoader(StreamWindows(file, 2048, mask_boundaries=True), 256, 16, seed=1)
 for step in (0, 10**4, 10**6):
     assert loader.batch(step, 3).input_ids.shape == (16, 2048)
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -168,20 +169,31 @@ print(file.num_tokens, (after - before) / 1024, time.monotonic() - start)
 """
 
 
-def test_fifty_billion_tokens_cost_no_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shards", [1, 25])
+def test_fifty_billion_tokens_cost_no_memory(tmp_path: Path, shards: int) -> None:
     """Sparse files of the paper's size: open, read at step one million, in seconds and a few MiB."""
     manifest = write_token_files(tmp_path, {"train": [[1]]}, 32000, eos_id=1)
-    tokens, documents = 50_000_000_000, 50_000_000
-    try:
-        os.truncate(tmp_path / "train-00000.bin", 2 * tokens)
-    except OSError:
-        pytest.skip("this file system has no sparse files of 100 GB")
-    with open(tmp_path / "train-00000.idx", "wb") as handle:
-        handle.truncate(8 * documents)
-        handle.seek(8 * (documents - 1))
-        handle.write(np.array([tokens], dtype="<u8").tobytes())
-    shard = dataclasses.replace(manifest.splits["train"].shards[0], tokens=tokens, documents=documents)
-    split = make_split(manifest.dtype, manifest.tokenizer, [shard])
+    # holes in the index of a single shard read as document ends at 0, which are before every window; of several shards
+    # that would be in the middle, so they have fewer documents, all with their ends
+    tokens, documents = 50_000_000_000, 50_000_000 if shards == 1 else 50_000
+    shard = dataclasses.replace(
+        manifest.splits["train"].shards[0], tokens=tokens // shards, documents=documents // shards
+    )
+    parts = []
+    for number in range(shards):
+        names = f"train-{number:05d}.bin", f"train-{number:05d}.idx"
+        parts.append(dataclasses.replace(shard, tokens_file=names[0], index_file=names[1]))
+        try:
+            with open(tmp_path / names[0], "wb") as handle:
+                handle.truncate(2 * shard.tokens)
+        except OSError:
+            pytest.skip("this file system has no sparse files of 100 GB")
+        with open(tmp_path / names[1], "wb") as handle:
+            handle.truncate(8 * shard.documents)
+            ends = [shard.tokens] if shards == 1 else np.linspace(0, shard.tokens, shard.documents + 1)[1:]
+            handle.seek(8 * (shard.documents - len(ends)))
+            handle.write(np.array(ends, dtype="<u8").tobytes())
+    split = make_split(manifest.dtype, manifest.tokenizer, parts)
     dataclasses.replace(manifest, splits={"train": split}).save(tmp_path)
     assert load_manifest(tmp_path).splits["train"].tokens == tokens
     done = subprocess.run(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from efla_data.loader import WindowLoader
 from efla_data.token_file import TokenFile
+from efla_data.windows import StreamWindows
 from torch import nn
 
 import train
@@ -160,7 +161,7 @@ def test_boundary_switch(corpus: Path, tmp_path: Path) -> None:
         assert run_here(corpus, tmp_path, name, "train.steps=1", f"data.mask_boundaries={str(masked).lower()}") == 0
         model = EflaForCausalLM(tiny_config())
         initialise(model, 42)
-        batch = WindowLoader(data, 16, 4, 4, seed=42, mask_boundaries=masked).batch(0, 0)
+        batch = WindowLoader(StreamWindows(data, 16, masked), 4, 4, seed=42).batch(0, 0)
         valid = (batch.targets != -100).sum()
         assert (valid < 64) == masked
         loss = model(input_ids=batch.input_ids, targets=batch.targets).loss / valid
