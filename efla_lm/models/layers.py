@@ -6,6 +6,7 @@ in fp32, whatever dtype the model has.
 
 from __future__ import annotations
 
+import efla_kernels
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,60 +65,35 @@ class SwiGLU(nn.Module):
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution followed by SiLU: y_t = silu(bias + sum_j weight[:, W-1-j] * x_{t-j}), j < W.
+    """Causal depthwise convolution followed by SiLU over the channels of one or several tensors side by side.
 
-    The last tap multiplies the current token, as in torch's Conv1d with left padding. Tokens before the start of the
-    sequence (or of its segment) count as zeros.
+    `efla_kernels.short_convolution` has the equation and the forms; `widths` are the channels of each tensor.
     """
 
-    def __init__(self, channels: int, size: int, bias: bool = False) -> None:
+    def __init__(self, widths: tuple[int, ...], size: int, bias: bool = False, backend: str = "auto") -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, size))
-        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+        self.widths, self.backend = widths, backend
+        self.weight = nn.Parameter(torch.empty(sum(widths), size))
+        self.bias = nn.Parameter(torch.zeros(sum(widths))) if bias else None
         self.uniform_init = False  # see efla_lm.models.init
 
-    def forward(
-        self, x: Tensor, state: Tensor | None = None, info: SequenceInfo | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor | None = None, info: SequenceInfo | None = None) -> tuple[Tensor, ...]:
         """Convolve.
 
         Args:
-            x: [B, T, D].
+            x: [B, T, D], D the sum of `widths`.
             state: the W-1 inputs before x, [B, W-1, D]; zeros if None.
             info: tells the documents of a packed batch; a tap never reaches another document.
 
         Returns:
-            y [B, T, D] and the next state [B, W-1, D] (a view of the inputs; clone it to keep it).
+            One tensor [B, T, width] for each of `widths`, then the next state [B, W-1, D] (a view of the inputs; clone
+            it to keep it).
         """
-        T, gap = x.shape[1], self.weight.shape[1] - 1
-        slots = None
-        if info is not None and info.segments is not None:
-            # Spread the documents apart by W-1 zeros: the same convolution as for separate ones, then gather.
-            slots = torch.arange(T, device=x.device) + gap * info.segments
-            spread = x.new_zeros(x.shape[0], T + gap * info.documents, x.shape[2])
-            padded = spread.index_copy(1, slots + gap, x)
-        elif state is None:
-            padded = F.pad(x, (0, 0, gap, 0))
-        else:
-            padded = torch.cat((state.to(x.dtype), x), dim=1)
-        if x.is_cuda and slots is None:
-            # products and shifts: one kernel forward and few backward once compiled, where cuDNN's depthwise weight
-            # gradient is slow
-            weight = self.weight.float()
-            y = padded[:, :T].float() * weight[:, 0]
-            for j in range(1, gap + 1):
-                y = y + padded[:, j : j + T].float() * weight[:, j]
-            y = y if self.bias is None else y + self.bias.float()
-            return F.silu(y).to(x.dtype), padded[:, T:]
-        if T == 1 and slots is None:  # decoding: a convolution call costs more than its four products
-            y = torch.sum(padded.float() * self.weight.T.float(), dim=1, keepdim=True).to(x.dtype)
-            if self.bias is not None:
-                y = y + self.bias
-        else:
-            y = F.conv1d(padded.transpose(1, 2), self.weight[:, None], self.bias, groups=self.weight.shape[0])
-            # Contiguous before SiLU: its backward would otherwise walk two layouts at once.
-            y = y.transpose(1, 2).contiguous() if slots is None else y.transpose(1, 2).index_select(1, slots)
-        return F.silu(y), padded[:, T:]
+        parts = efla_kernels.short_convolution(
+            x, self.weight, self.bias, widths=self.widths, state=state,
+            cu_seqlens=None if info is None else info.cu_seqlens, backend=self.backend,
+        )  # fmt: skip
+        return *parts, efla_kernels.convolution_state(x, self.weight.shape[1], state)
 
 
 class Decay(nn.Module):

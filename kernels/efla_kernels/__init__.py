@@ -15,6 +15,7 @@ from efla_kernels.coefficients import (
     squared_norm,
     unit_norm,
 )
+from efla_kernels.convolution import convolution_state, short_convolution
 from efla_kernels.decode import decode_step, fuses_decoding
 from efla_kernels.loss import linear_cross_entropy
 from efla_kernels.mamba import mamba2, ssd
@@ -33,6 +34,7 @@ if find_spec("triton") is not None:  # Linux only
 __all__ = [
     "available_backends",
     "beta_gate",
+    "convolution_state",
     "decode_step",
     "delta_rule",
     "deltanet",
@@ -49,6 +51,7 @@ __all__ = [
     "relative_exp",
     "relative_exp_slope",
     "resolve_backend",
+    "short_convolution",
     "squared_norm",
     "ssd",
     "unit_norm",

@@ -194,7 +194,7 @@ def test_group_norm_of_mamba2_is_per_group() -> None:
 
 
 def test_short_convolution_by_hand() -> None:
-    layer = ShortConvolution(2, 3, bias=True)
+    layer = ShortConvolution((2,), 3, bias=True)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.0, -1.0]]))
         layer.bias.copy_(torch.tensor([0.1, -0.2]))  # type: ignore[union-attr]

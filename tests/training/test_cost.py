@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from efla_kernels.triton import launch, ops
+from efla_kernels.triton import choices, ops
+from efla_kernels.triton.convolution import convolution
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -86,16 +86,13 @@ def saved_by_compile(config: EflaConfig, batch: int, T: int, monkeypatch: pytest
     The graph is that of a GPU: its form of the convolution, the kernels' op with their buffers, no data.
     """
 
-    def convolve(self: ShortConvolution, x: Tensor, state: None = None, info: None = None) -> tuple[Tensor, Tensor]:
-        gap = self.weight.shape[1] - 1
-        padded, weight = F.pad(x, (0, 0, gap, 0)), self.weight.float()
-        y = sum(padded[:, j : j + T].float() * weight[:, j] for j in range(gap + 1))
-        return F.silu(y).to(x.dtype), padded[:, T:]
+    def convolve(self: ShortConvolution, x: Tensor, state: None = None, info: None = None) -> tuple[Tensor, ...]:
+        return *convolution(x, self.weight, None, None, None, list(self.widths)), x[:, T - 3 :]
 
     def rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *decay: Tensor, **options: Any) -> tuple[Tensor, None]:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         log_g = decay[0] if decay else None
-        mode = launch.MODES[config.mixer]
+        mode = choices.MODES[config.mixer]
         return ops.delta_forward(q, k, v, beta, None, log_g, None, None, mode, 0.1, 1, False, True)[0], None
 
     totals: list[float] = []

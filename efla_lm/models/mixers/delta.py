@@ -39,7 +39,7 @@ class DeltaMixer(nn.Module):
         self.heads, self.head_dim, self.backend = heads, config.head_dim, config.backend
         self.rule, self.rule_name, self.norm_eps = RULES[config.mixer], config.mixer, config.norm_eps
         self.qkv_proj = nn.Linear(hidden, 3 * width, bias=False)
-        self.qkv_conv = ShortConvolution(3 * width, config.conv_size)
+        self.qkv_conv = ShortConvolution((width, width, width), config.conv_size, backend=config.backend)
         self.b_proj = nn.Linear(hidden, heads, bias=False)
         self.decay: Decay | None = None
         if config.mixer in GATED_MIXERS:
@@ -57,9 +57,9 @@ class DeltaMixer(nn.Module):
         x = info.hide_padding(hidden)
         if layer is not None and self._decodes(x, info, layer):
             return self._decode(x[:, 0], layer).unsqueeze(1)
-        qkv, conv_state = self.qkv_conv(self.qkv_proj(x), None if layer is None else layer.conv, info)
+        *qkv, conv_state = self.qkv_conv(self.qkv_proj(x), None if layer is None else layer.conv, info)
         # The convolution carries tokens into padding on their right: k = v = 0 there keeps the state as it is.
-        q, k, v = info.hide_padding(qkv).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
+        q, k, v = (info.hide_padding(part).unflatten(-1, (self.heads, self.head_dim)) for part in qkv)
         gates = [self.b_proj(x)]
         if self.decay is not None:
             gates.append(info.hide_padding(self.decay(self.a_proj(x))))  # log g = 0: padding does not decay

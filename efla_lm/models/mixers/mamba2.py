@@ -24,9 +24,11 @@ class Mamba2Mixer(nn.Module):
         super().__init__()
         self.inner, self.heads, self.head_dim = config.inner_size, config.mamba_heads, config.mamba_head_dim
         self.groups, self.state_size, self.backend = config.num_groups, config.state_size, config.backend
-        self.conv_size = self.inner + 2 * self.groups * self.state_size
+        group_width = self.groups * self.state_size
+        self.conv_size = self.inner + 2 * group_width
         self.in_proj = nn.Linear(config.hidden_size, self.inner + self.conv_size + self.heads, bias=False)
-        self.conv = ShortConvolution(self.conv_size, config.conv_size, bias=True)
+        widths = (self.inner, group_width, group_width)
+        self.conv = ShortConvolution(widths, config.conv_size, bias=True, backend=config.backend)
         self.conv.uniform_init = True
         self.A_log = nn.Parameter(torch.zeros(self.heads))
         self.dt_bias = nn.Parameter(torch.zeros(self.heads))
@@ -39,9 +41,7 @@ class Mamba2Mixer(nn.Module):
         """hidden [B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
         projected = self.in_proj(info.hide_padding(hidden))
         z, xbc, dt = projected.split((self.inner, self.conv_size, self.heads), dim=-1)
-        xbc, conv_state = self.conv(xbc, None if layer is None else layer.conv, info)
-        group_width = self.groups * self.state_size
-        x, B, C = xbc.split((self.inner, group_width, group_width), dim=-1)
+        x, B, C, conv_state = self.conv(xbc, None if layer is None else layer.conv, info)
         y, state = efla_kernels.mamba2(
             x.unflatten(-1, (self.heads, self.head_dim)),
             dt,

@@ -1,0 +1,147 @@
+"""Short causal depthwise convolution followed by SiLU, for all the channels before a token mixer in one call.
+
+    y_t = silu(bias + sum_j weight[:, W-1-j] * x_{t-j}),  0 <= j < W
+
+The last tap multiplies the current token, as in torch's Conv1d with left padding. Tokens before the start of a row, or
+of its document, count as zeros.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efla_kernels.backends import available_backends
+from efla_kernels.checks import count_sequences, expect_shape
+
+MOST_TAPS = 4  # of the Triton kernels
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def convolution_backend(backend: str, x: Tensor, taps: int) -> str:
+    """Which form serves x: "triton" or "torch"; the one place where that is chosen.
+
+    "torch" and "reference" mean PyTorch. All other names mean the kernels where they can run: on CUDA (or interpreted,
+    for backend "triton"), for 16-bit and fp32 inputs and up to four taps.
+    """
+    on_device = x.is_cuda or (backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
+    served = taps <= MOST_TAPS and x.dtype in DTYPES and "triton" in available_backends()
+    return "triton" if backend not in ("torch", "reference") and on_device and served else "torch"
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    widths: Sequence[int] | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, ...]:
+    """Convolve and activate x; returns the output cut into `widths` along the channels, in x's dtype.
+
+    Args:
+        x: [B, T, D], the inputs of all parts side by side (q, k and v, or Mamba-2's x, B and C); a slice of a wider
+            projection needs no copy.
+        weight, bias: [D, W] and [D] (or None), of any floating type.
+        widths: up to three numbers of channels that add up to D; [D] by default. On Triton the parts are separate
+            contiguous tensors, and their gradients need not be joined.
+        state: the W-1 inputs before x, [B, W-1, D]; zeros if None. See `convolution_state` for the next one.
+        cu_seqlens: [N+1] offsets of documents packed into one row (B = 1), which no tap crosses; not with a state.
+        backend: see `convolution_backend`.
+
+    Raises:
+        ValueError: for shapes that do not fit, or a state in a packed row.
+    """
+    widths = [x.shape[-1]] if widths is None else list(widths)
+    _check(x, weight, bias, widths, state, cu_seqlens)
+    starts = None if cu_seqlens is None else _starts(cu_seqlens, x.shape[1])
+    if convolution_backend(backend, x, weight.shape[1]) == "torch" or x.numel() == 0:
+        return _torch(x, weight, bias, state, starts).split(widths, -1)
+    from efla_kernels.triton.convolution import convolution  # triton is there wherever it is chosen
+
+    if state is not None:
+        state = state.to(x.dtype)
+    if x.is_cuda:
+        return tuple(convolution(x, weight, bias, state, starts, widths))
+    # the interpreter rounds to 16 bits by truncation: nothing of 16 bits reaches it
+    wide = [None if t is None else t.float() for t in (x, weight, bias, state)]
+    return tuple(y.to(x.dtype) for y in convolution(*wide, starts, widths))
+
+
+def convolution_state(x: Tensor, taps: int, state: Tensor | None = None) -> Tensor:
+    """The last W-1 inputs after x, [B, W-1, D]: a view of x (clone it to keep it) where x is that long."""
+    B, T, D = x.shape
+    gap = taps - 1
+    if gap <= T:
+        return x[:, T - gap :]
+    if state is None:
+        state = x.new_zeros(B, gap, D)
+    return torch.cat((state.to(x.dtype), x), 1)[:, T:]
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    widths: list[int],
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    if x.dim() != 3 or not x.is_floating_point():
+        raise ValueError(f"x: expected a floating point tensor [B, T, D], got {x.dtype} {list(x.shape)}")
+    B, _, D = x.shape
+    if weight.dim() != 2 or weight.shape[1] < 1:
+        raise ValueError(f"weight: expected [D, W] with W of at least 1, got {list(weight.shape)}")
+    W = weight.shape[1]
+    expect_shape("weight", weight, (D, W), "[D, W]")
+    if bias is not None:
+        expect_shape("bias", bias, (D,), "[D]")
+    if not 1 <= len(widths) <= 3 or any(width < 1 for width in widths) or sum(widths) != D:
+        raise ValueError(f"widths: expected one to three positive numbers that add up to D={D}, got {widths}")
+    count_sequences(B, cu_seqlens)
+    if state is not None:
+        if cu_seqlens is not None:
+            raise ValueError("state: documents of a packed row (cu_seqlens) start from nothing; give one of the two")
+        expect_shape("state", state, (B, W - 1, D), "[B, W-1, D]")
+
+
+def _starts(cu_seqlens: Tensor, T: int) -> Tensor:
+    """int32 [T]: the first token of each token's document."""
+    document = torch.searchsorted(cu_seqlens, torch.arange(T, device=cu_seqlens.device), right=True) - 1
+    return cu_seqlens[document].to(torch.int32)
+
+
+def _torch(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, starts: Tensor | None) -> Tensor:
+    """The same in PyTorch's own operations."""
+    T, W = x.shape[1], weight.shape[1]
+    gap = W - 1
+    padded = F.pad(x, (0, 0, gap, 0)) if state is None else torch.cat((state.to(x.dtype), x), 1)
+    if x.is_cuda or starts is not None or T == 1:
+        # Products and shifts: cuDNN's depthwise weight gradient is slow, a call of it costs more than the four products
+        # of a decoded token, and taps that reach another document can be left out one by one.
+        y = _shifted_products(padded, weight, T, starts)
+        y = y if bias is None else y + bias.to(y.dtype)
+        return F.silu(y).to(x.dtype)
+    y = F.conv1d(padded.transpose(1, 2), weight[:, None], bias, groups=weight.shape[0])
+    # contiguous before SiLU: its backward would otherwise walk two layouts at once
+    return F.silu(y.transpose(1, 2).contiguous())
+
+
+def _shifted_products(padded: Tensor, weight: Tensor, T: int, starts: Tensor | None) -> Tensor:
+    """sum_j weight[:, W-1-j] * x_{t-j} in fp32 (fp64 for fp64); padded [B, W-1 + T, D]."""
+    dtype = torch.float64 if padded.dtype == torch.float64 else torch.float32
+    gap, factors = weight.shape[1] - 1, weight.to(dtype)
+    y = padded[:, gap:].to(dtype) * factors[:, gap]
+    for j in range(1, gap + 1):
+        term = padded[:, gap - j : gap - j + T].to(dtype) * factors[:, gap - j]
+        if starts is not None:
+            inside = torch.arange(T, device=starts.device) - j >= starts
+            term = term * inside[:, None]
+        y = y + term
+    return y

@@ -1,0 +1,54 @@
+"""short_convolution: PyTorch's form on a CPU, and the kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from efla_kernels import convolution_state, short_convolution
+from efla_kernels.convolution import convolution_backend
+
+from tests.kernels.convolution_cases import CASES
+from tests.kernels.test_triton import HERE, run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pytorch_form_against_float64(name: str) -> None:
+    errors = CASES[name].errors("torch")
+    assert all(error <= 1e-6 for error in errors.values()), errors
+
+
+def test_next_state_is_the_last_inputs() -> None:
+    x, state = torch.arange(10.0).view(1, 5, 2), torch.full((1, 3, 2), -1.0)
+    assert torch.equal(convolution_state(x, 4), x[:, 2:])
+    assert torch.equal(convolution_state(x[:, :1], 4, state), torch.cat((state[:, 1:], x[:, :1]), 1))
+    assert torch.equal(convolution_state(x[:, :2], 4)[:, 0], torch.zeros(1, 2))
+    assert convolution_state(x, 1).shape == (1, 0, 2)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    x, weight = torch.zeros(2, 5, 6), torch.zeros(6, 4)
+    with pytest.raises(ValueError, match=r"weight: expected shape \[6, 4\] = \[D, W\], got \[5, 4\]"):
+        short_convolution(x, torch.zeros(5, 4))
+    with pytest.raises(ValueError, match=r"add up to D=6, got \[2, 2\]"):
+        short_convolution(x, weight, widths=(2, 2))
+    with pytest.raises(ValueError, match=r"state: expected shape \[2, 3, 6\] = \[B, W-1, D\], got \[2, 4, 6\]"):
+        short_convolution(x, weight, state=torch.zeros(2, 4, 6))
+    with pytest.raises(ValueError, match="batch size 1, got batch size 2"):
+        short_convolution(x, weight, cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match="start from nothing"):
+        short_convolution(x[:1], weight, state=torch.zeros(1, 3, 6), cu_seqlens=torch.tensor([0, 5]))
+
+
+def test_a_cpu_takes_pytorch_whatever_the_backend() -> None:
+    x = torch.zeros(1, 1, 1)
+    assert {convolution_backend(name, x, 4) for name in ("auto", "torch", "reference", "fla")} == {"torch"}
+
+
+@pytest.mark.timeout(300)
+def test_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    done = run(
+        "-m", "pytest", str(HERE / "interpreted_convolution.py"), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"
+    )
+    print(done.stdout[-4000:])
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
