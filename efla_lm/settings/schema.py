@@ -122,8 +122,17 @@ class LoopSettings:
     )
     micro_batch: int | None = key(None, "windows a device takes at once", instead_of="micro_tokens")
     precision: str = key("${size.precision}", "compute type; weights and optimiser stay fp32", choices=("fp32", "bf16"))
-    compile: bool | None = key(None, "compile the blocks (torch.compile); null: on a GPU")
-    activation_checkpointing: str = key("none", "recompute blocks in the backward pass", choices=("none", "full"))
+    compile: bool | None = key(
+        None, "compile the blocks (torch.compile); null: on a GPU, but not packed documents by the torch backend"
+    )
+    activation_checkpointing: str = key(
+        "none",
+        "selective: the backward pass computes all but products and mixer ops again; full: whole blocks",
+        choices=("none", "selective", "full"),
+    )
+    cuda_graphs: str = key(
+        "auto", "replay forward and backward as CUDA graphs; auto: on one GPU", choices=("auto", "on", "off")
+    )
     clip_norm: float | None = key(1.0, "largest global gradient norm [paper]; null: no clipping")
     log_every: int = key(10, "updates between rows of metrics.jsonl")
     validate_every: int | None = key(100, "updates between validations; null: only at the end")

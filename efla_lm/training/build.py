@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,12 @@ from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
 from efla_lm.models.mixers import MIXER_CLASSES
 from efla_lm.settings import TrainSettings
 from efla_lm.training import corpus
+from efla_lm.training.activations import keeping
 from efla_lm.training.budget import Budget
 from efla_lm.training.checkpoint import check_identity, checkpoints_in, fault_in, find_checkpoint, read_meta
-from efla_lm.training.distributed import World, shard_model
+from efla_lm.training.distributed import World, hold_whole, is_single, shard_model
+from efla_lm.training.graphs import GraphedPasses, run_eagerly
+from efla_lm.training.step import Passes
 
 if TYPE_CHECKING:
     from efla_lm.evaluation.live import LiveEvaluation
@@ -60,22 +62,44 @@ def backend_in_use(config: EflaConfig, device: torch.device) -> str:
 
 
 def build_model(settings: TrainSettings, config: EflaConfig, world: World, mesh: DeviceMesh) -> EflaForCausalLM:
-    """The sharded model with its initial weights: the same for any number of processes, never whole on a device."""
+    """The model with its initial weights, the same for any number of processes; sharded, it is never whole on a
+    device."""
     with torch.device("meta"):
         model = EflaForCausalLM(config)
-    if settings.train.activation_checkpointing == "full":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # its new name is not in all versions that we allow
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    compiled = settings.train.compile
-    if world.device.type == "cuda" if compiled is None else compiled:
-        for block in model.model.layers:
-            # the forward alone: the hooks of sharding and checkpointing stay outside of the compiled graph
+    compiled = compiles(settings, backend_in_use(config, world.device), world.device)
+    for block in model.model.layers:
+        block.forward = keeping(block.forward, settings.train.activation_checkpointing)
+        if compiled:
+            # the forward alone: the hooks of sharding stay outside of the compiled graph, one for all blocks
             block.forward = torch.compile(block.forward, fullgraph=True)
-    shard_model(model, list(model.model.layers), mesh, settings.train.precision)
+    if is_single(settings.parallel.mode, world):
+        hold_whole(model, model.model, settings.train.precision)
+    else:
+        shard_model(model, list(model.model.layers), mesh, settings.train.precision)
     model.to_empty(device=world.device)
     initialise(model, settings.seed)
     return model.train()
+
+
+def build_passes(settings: TrainSettings, world: World) -> Passes:
+    """How forward and backward are run (train.cuda_graphs). Raises UserError where graphs cannot be recorded."""
+    wanted = settings.train.cuda_graphs
+    possible = world.device.type == "cuda" and is_single(settings.parallel.mode, world)
+    if wanted == "on" and not possible:
+        raise UserError("train.cuda_graphs=on needs one process on a CUDA device; set it to auto or off")
+    return GraphedPasses() if possible and wanted != "off" else run_eagerly
+
+
+def compiles(settings: TrainSettings, backend: str, device: torch.device) -> bool:
+    """Whether blocks are compiled: train.compile, or on a GPU. Raises UserError where they cannot be."""
+    # these two read the boundaries of packed documents on the host
+    on_host = settings.data.packing == "documents" and backend in ("torch", "reference")
+    if settings.train.compile and on_host:
+        raise UserError(
+            f"train.compile=true with data.packing=documents: the backend {backend} of model.mixer="
+            f"{settings.model.mixer} cannot be compiled for packed documents; set train.compile=false"
+        )
+    return device.type == "cuda" and not on_host if settings.train.compile is None else settings.train.compile
 
 
 def live_evaluation(settings: TrainSettings, tokens: TokenFile, budget: Budget, world: World) -> LiveEvaluation | None:

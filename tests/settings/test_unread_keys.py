@@ -73,9 +73,10 @@ def test_every_key_is_read_by_preparation_or_training(tmp_path, monkeypatch, fak
     data = ["data=local", "data.sources=[text.jsonl]", "data.vocab_size=300", "data.heldout_fraction=0.2"]
     prepared = recording(compose("prepare", data, PrepareSettings), read)
     assert (prepare.work(prepared) or 0) == 0
-    for more in ("schedule=cosine", "schedule=wsd"):
+    mixed = ["data.packing=documents", "data.mixture=[data/tokens/local]", "data.weights=[1]"]
+    for more in (["schedule=cosine"], ["schedule=wsd", *mixed]):
         overrides = [
-            *data, *SMALLEST, more, "logger=wandb", "train.steps=3", "train.batch_tokens=128", "train.micro_tokens=64",
+            *data, *SMALLEST, *more, "logger=wandb", "train.steps=3", "train.batch_tokens=128", "train.micro_tokens=64",
             "schedule.warmup_updates=1", "train.validate_every=1", "train.device=cpu",
             "eval.every=2", "eval.tasks=[heldout]",
         ]  # fmt: skip

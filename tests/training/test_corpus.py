@@ -125,6 +125,7 @@ def test_one_tokenizer_for_all(folders: list[Path], tmp_path: Path, capsys: pyte
 def test_settings_that_contradict_each_other(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     for overrides, words in (
         (("data.packing=documents", "data.mask_boundaries=true"), "belongs to data.packing=stream"),
+        (("data.packing=documents", "train.compile=true", "train.steps=1"), "set train.compile=false"),
         (("data.max_documents=4",), "belongs to data.packing=documents"),
         (("data.packing=documents", "data.max_documents=0"), "data.max_documents: got 0"),
         ((f"data.mixture=[{folders[0]}]",), "data.weights: got [], expected 1"),

@@ -26,6 +26,7 @@ from tests.training.launch import (
 
 HERE = Path(__file__).parent
 LENGTH = ("train.steps=40", "train.validate_every=20", "train.save_every=4")
+PACKED = ("name=packed", "train.steps=10", "train.validate_every=10", "data.packing=documents", "data.max_documents=3")
 SHORT = ("train.steps=10", "train.stop_at=3")  # stopped, so without an export
 FAMILY = [(model, tied) for model in MODELS for tied in (False, True)]
 FSDP, DDP = "parallel=fsdp", "parallel=ddp"
@@ -48,6 +49,7 @@ def single(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert run_here(corpus, runs, "name=run", *LENGTH) == 0
     for model, tied in FAMILY:
         assert run_here(corpus, runs, *family_settings(model, tied)) == 0
+    assert run_here(corpus, runs, *PACKED) == 0
     return runs
 
 
@@ -75,6 +77,7 @@ def two(corpus: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "from one": (("name=from-one", *LENGTH, FSDP), None),
         "to one": (("name=to-one", *LENGTH, FSDP, "train.stop_at=20"), None),
         "ddp": (("name=ddp", *LENGTH, DDP, "train.stop_at=8"), None),
+        "packed": ((*PACKED, FSDP), None),
         "nan": (("name=nan", "train.steps=6", "train.save_every=1"), ["nan", 1, [3]]),
         "nans": (("name=nans", "train.steps=9", "train.max_skipped_steps=2"), ["nan", 1, [2, 3, 4]]),
         "signal": (("name=signal", "train.steps=30"), ["signal", 1, 4]),
@@ -113,6 +116,15 @@ def test_ranks_share_each_batch_without_overlap(two: Two) -> None:
     assert all(len(row["by_rank"][0]) == len(row["by_rank"][1]) == 2 for row in rows)
     epoch = [window for row in rows for window in row["window_ids"]][:63]
     assert sorted(epoch) == list(range(63))
+
+
+def test_packed_documents_on_two_processes(two: Two, single: Path) -> None:
+    """The same windows of whole documents, and losses although the targets of each rank differ in number."""
+    runs, codes = two
+    assert codes["packed"] == [0, 0]
+    assert consumed(runs, "packed") == consumed(single, "packed")
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert metrics(runs, "packed", key) == pytest.approx(metrics(single, "packed", key), rel=1e-5)
 
 
 def test_ragged_batch(two: Two) -> None:
