@@ -13,8 +13,8 @@ Memory of one device in bytes, as torch counts what it has allocated:
     gradients     4 P / s        fp32, reduced; with several micro-batches 4 P more, which add up unsharded
     activations   b m (L a + 2 D)  a elements per token and block, see `saved_per_token`; with activation checkpointing
                   b m ((L + 2) D + a)   each block's input, and one block's elements while it is recomputed
-    loss          (4 + b) R V + (4 + b) V D + b m D   R = 4096 rows of logits and their gradient at a time, gradients
-                  of head and hidden states
+    loss          max(4 R V, b V D) + 4 V D + b m D   R = 2048 rows of logits at a time, whose gradient takes their
+                  place; the head's gradient (fp32 sums, and their copy once the logits are gone), the hidden states'
     workspace     b m (2 F + 2 D) + (b + 4) P_b       the widest gradients of one block's backward pass
 
 The peak is reached in the loss (all activations, no new gradients yet) or at the end of the backward pass (all
@@ -33,7 +33,7 @@ from efla_lm.models import EflaConfig, count_parameters
 from efla_lm.models.config import DELTA_MIXERS
 
 CHUNK = 64
-LOSS_ROWS = 4096
+LOSS_ROWS = 2048
 GIB = 2**30
 
 
@@ -70,26 +70,22 @@ def saved_per_token(config: EflaConfig, compiled: bool = True) -> float:
         Mamba-2           2 E + 2 G N + heads (projection) + E + 2 G N (after the convolution) + 2 E (output, normed)
                           + 984 per head: the chunked PyTorch form, read from its graph for heads of 64 x 128
 
-    Blocks that are not compiled keep more: F (SiLU of the gate), and 30 A or 10 (E + 2 G N) for the convolution's
-    shifted products in fp32.
+    Blocks that are not compiled keep F more (SiLU of the gate).
     """
     D, A, F, H = config.hidden_size, config.key_size, config.intermediate_size, config.num_heads
     mixer: float
     if config.mixer == "mamba2":
         E, narrow = config.inner_size, 2 * config.num_groups * config.state_size
         mixer = (2 * E + narrow + config.mamba_heads) + (E + narrow) + 2 * E + 984 * config.mamba_heads
-        convolution = 10 * (E + narrow)
     elif config.mixer in DELTA_MIXERS:
         K = V = config.head_dim
         table = 6 if config.mixer in ("efla", "deltanet") else 8
         mixer = 8 * A + (A if config.output_gate else 0) + H * (2 * CHUNK + K * V / CHUNK + V + table)
-        convolution = 30 * A
     else:
         mixer = 4 * A + 2 * H
-        convolution = 0
     elements: float = 2 * D + mixer + (2 * D + 3 * F if config.mlp else 0)
     if not compiled:
-        elements += convolution + (F if config.mlp else 0)
+        elements += F if config.mlp else 0
     return float(elements)
 
 
@@ -156,7 +152,7 @@ def memory(
         gathered=float(b * P) if shards == 1 else b * (root + 2 * block),
         gradients=4 * P / shards + (4 * P if accumulates else 0),
         activations=float(activations),
-        loss=float((4 + b) * min(LOSS_ROWS, m) * V + (4 + b) * V * D + b * m * D),
+        loss=float(max(4 * min(LOSS_ROWS, m) * V, b * V * D) + 4 * V * D + b * m * D),
         workspace=b * m * (widest + 2 * D) + (b + 4) * block,
         accumulates=accumulates,
         held_at_end=float(held),

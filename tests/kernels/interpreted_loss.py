@@ -53,3 +53,25 @@ def test_without_gradients_the_same_loss() -> None:
     with torch.no_grad():
         loss = cross_entropy.fused_linear_cross_entropy(hidden, weight, targets)
     assert abs(loss.item() / reference(hidden, weight, targets).item() - 1) < 1e-6
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 2048, 5001])
+def test_a_16_bit_gradient_takes_the_place_of_the_logits(vocabulary: int) -> None:
+    """Rows of fp16 over their own fp32 logits, several blocks of columns in a row."""
+    generator = torch.Generator().manual_seed(3)
+    buffer = torch.randn(5, vocabulary, generator=generator) * 3
+    targets, losses = torch.tensor([0, vocabulary - 1, -100, 700, 999]), torch.empty(5)
+    scores = buffer.double()
+    log_p = torch.log_softmax(scores, -1)
+    expected = log_p.exp()
+    expected[torch.arange(5), targets.clamp(min=0)] -= 1
+    expected[2] = 0
+    rows = buffer.view(torch.float16)
+    cross_entropy.cross_entropy_kernel[(5,)](
+        buffer, rows, targets, losses, vocabulary, rows.stride(0), GRADIENT=True, BLOCK=1024
+    )
+    assert (rows[:, :vocabulary].double() - expected).norm() <= 1e-3 * expected.norm()
+    counted = [0, 1, 3, 4]
+    by_hand = -log_p[torch.arange(5), targets.clamp(min=0)]
+    torch.testing.assert_close(losses.double()[counted], by_hand[counted], rtol=1e-5, atol=1e-5)
+    assert losses[2] == 0

@@ -1,12 +1,15 @@
 """Linear layer and cross-entropy together, without the logits of all tokens in memory.
 
 For rows in blocks of R:  logits = h W^T (fp32 sums of 16-bit products),  loss_i = log sum_v exp(logits_iv) - logits_it,
-G = softmax(logits) - onehot(t),  dh = G W,  dW += G^T h. The gradients are ready in the forward pass, which keeps them
-instead of the logits; the backward pass only scales them by the incoming gradient.
+G = softmax(logits) - onehot(t),  dh = G W,  dW += G^T h (fp32 sums). The gradients are ready in the forward pass, which
+keeps them instead of the logits; the backward pass only scales them by the incoming gradient.
+
+One buffer of R fp32 rows serves all blocks: a row's G, in the inputs' type, takes the place of its logits.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,19 +18,32 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ROWS = 4096  # tokens at a time: 0.5 GiB of fp32 logits at a vocabulary of 32000
+ROWS = 2048  # tokens at a time: 0.25 GiB of logits at a vocabulary of 32000
+BLOCK = 8192  # columns at a time, 16 warps: two rows per multiprocessor, whose second pass finds them in the L2 cache
 
 
 @triton.jit
-def cross_entropy_kernel(logits, targets, losses, gradient, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
-    """One row: its loss, and with GRADIENT softmax - onehot; both 0 where the target is ignored (negative)."""
+def cross_entropy_kernel(
+    logits,  # [R, V] fp32
+    gradient,  # out, the same memory; rows `stride` elements of its own type apart
+    targets,  # [R], negative where ignored
+    losses,  # out [R] fp32
+    V,
+    stride,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: its loss, and with GRADIENT softmax - onehot; both 0 where the target is ignored."""
     row = tl.program_id(0).to(tl.int64)
+    logits += row * V
+    gradient += row * stride
     target = tl.load(targets + row)
+    at_target = tl.load(logits + tl.maximum(target, 0))
     columns = tl.arange(0, BLOCK)
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
-        x = tl.load(logits + row * V + start + columns, mask=start + columns < V, other=float("-inf"))
+        x = tl.load(logits + start + columns, mask=start + columns < V, other=float("-inf"))
         new = tl.maximum(largest, x)
         safe = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp(largest - safe) + tl.exp(x - safe)
@@ -35,38 +51,69 @@ def cross_entropy_kernel(logits, targets, losses, gradient, V, GRADIENT: tl.cons
     top = tl.max(largest, 0)
     log_total = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
     counted = target >= 0
-    at_target = tl.load(logits + row * V + tl.maximum(target, 0))
     tl.store(losses + row, tl.where(counted, log_total - at_target, 0.0))
     if GRADIENT:
         for start in range(0, V, BLOCK):
             inside = start + columns < V
-            x = tl.load(logits + row * V + start + columns, mask=inside, other=float("-inf"))
+            x = tl.load(logits + start + columns, mask=inside, other=float("-inf"))
+            # what is stored next lies over logits that other threads load up to here, never over later ones
+            tl.debug_barrier()
             p = tl.exp(x - log_total) - tl.where(start + columns == target, 1.0, 0.0)
             p = tl.where(counted, p, 0.0)
-            tl.store(gradient + row * V + start + columns, p.to(gradient.dtype.element_ty), mask=inside)
+            tl.store(gradient + start + columns, p.to(gradient.dtype.element_ty), mask=inside)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in fp32: 16-bit products are summed in fp32 and the sum is not rounded."""
-    return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
+def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a b in fp32: 16-bit products are summed in fp32 and the sum is not rounded."""
+    if a.dtype == torch.float32:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+
+
+@functools.cache
+def _adds_to_fp32(device: torch.device) -> bool:
+    """Whether addmm adds 16-bit products to an fp32 sum here; torch before 2.9 wants the sum in 16 bits too."""
+    factor = torch.zeros(16, 16, device=device, dtype=torch.bfloat16)
+    total = torch.zeros(16, 16, device=device)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, total in fp32."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif _adds_to_fp32(a.device):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += torch.mm(a, b, out_dtype=torch.float32)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        wanted, V = any(ctx.needs_input_grad), weight.shape[0]
-        losses = torch.empty(targets.shape[0], device=hidden.device, dtype=torch.float32)
+        wanted, (N, V) = any(ctx.needs_input_grad), (hidden.shape[0], weight.shape[0])
+        losses = torch.empty(N, device=hidden.device, dtype=torch.float32)
         d_hidden = torch.empty_like(hidden) if wanted else None
         d_weight = torch.zeros(weight.shape, device=weight.device, dtype=torch.float32) if wanted else None
-        for h, t, loss, start in zip(
-            hidden.split(ROWS), targets.split(ROWS), losses.split(ROWS), range(0, len(targets), ROWS), strict=True
-        ):
-            logits = _product(h, weight.t())
-            gradient = torch.empty_like(logits, dtype=h.dtype) if wanted else logits
-            cross_entropy_kernel[(h.shape[0],)](logits, t, loss, gradient, V, GRADIENT=wanted, BLOCK=4096, num_warps=8)
+        buffer = torch.empty(min(ROWS, N), V, device=hidden.device, dtype=torch.float32)
+        rows = buffer.view(hidden.dtype)  # [R, V * 4 / size of the type]: of each row the first V are used
+        for start in range(0, N, ROWS):
+            h, t = hidden[start : start + ROWS], targets[start : start + ROWS]
+            R = h.shape[0]
+            _multiply(h, weight.t(), buffer[:R])
+            cross_entropy_kernel[(R,)](
+                buffer, rows, t, losses[start:], V, rows.stride(0), GRADIENT=wanted, BLOCK=BLOCK, num_warps=16
+            )
             if d_hidden is not None and d_weight is not None:
-                torch.mm(gradient, weight, out=d_hidden[start : start + h.shape[0]])
-                d_weight += _product(gradient.t(), h)
+                gradient = rows[:R, :V]
+                torch.mm(gradient, weight, out=d_hidden[start : start + R])
+                _add_product(d_weight, gradient.t(), h)
+        del buffer, rows
         if d_hidden is not None and d_weight is not None:
             ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
         return losses.sum()
