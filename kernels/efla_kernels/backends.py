@@ -42,6 +42,11 @@ def offered_ops(backend: Any) -> list[str]:
     return [op for op, core in OPS.items() if callable(getattr(backend, op, None) or getattr(backend, core, None))]
 
 
+def is_registered(name: str) -> bool:
+    """Whether there is a backend of this name; unlike `available_backends`, torch.compile of torch 2.11 can follow it."""
+    return name in _BACKENDS
+
+
 def available_backends() -> dict[str, list[str]]:
     """The registered backends and the ops that each serves."""
     return {name: offered_ops(backend) for name, backend in _BACKENDS.items()}

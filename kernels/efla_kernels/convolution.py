@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efla_kernels.backends import available_backends
+from efla_kernels.backends import is_registered
 from efla_kernels.checks import count_sequences, expect_shape
 
 MOST_TAPS = 4  # of the Triton kernels
@@ -29,7 +29,7 @@ def convolution_backend(backend: str, x: Tensor, taps: int) -> str:
     for backend "triton"), for 16-bit and fp32 inputs and up to four taps.
     """
     on_device = x.is_cuda or (backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
-    served = taps <= MOST_TAPS and x.dtype in DTYPES and "triton" in available_backends()
+    served = taps <= MOST_TAPS and x.dtype in DTYPES and is_registered("triton")
     return "triton" if backend not in ("torch", "reference") and on_device and served else "torch"
 
 
@@ -128,7 +128,8 @@ def _torch(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
         y = _shifted_products(padded, weight, T, starts)
         y = y if bias is None else y + bias.to(y.dtype)
         return F.silu(y).to(x.dtype)
-    y = F.conv1d(padded.transpose(1, 2), weight[:, None], bias, groups=weight.shape[0])
+    factors, shift = weight[:, None].to(padded.dtype), None if bias is None else bias.to(padded.dtype)
+    y = F.conv1d(padded.transpose(1, 2), factors, shift, groups=weight.shape[0])
     # contiguous before SiLU: its backward would otherwise walk two layouts at once
     return F.silu(y.transpose(1, 2).contiguous())
 
