@@ -22,13 +22,14 @@ from efla_lm.training.budget import Budget, plan_budget
 from efla_lm.training.checkpoint import CheckpointMeta, load_checkpoint
 from efla_lm.training.distributed import World, build_mesh, finish, start
 from efla_lm.training.export import export_checkpoint
+from efla_lm.training.graphs import GraphedPasses
 from efla_lm.training.metrics import MetricsWriter
 from efla_lm.training.optim import build_optimizer, set_learning_rate
 from efla_lm.training.progress import Progress, banner
 from efla_lm.training.run_dir import RunDirectory, open_run
 from efla_lm.training.save import save_checkpoint
 from efla_lm.training.signals import Interruption
-from efla_lm.training.step import Verdicts, update
+from efla_lm.training.step import Passes, Verdicts, update
 from efla_lm.training.throughput import Meter
 from efla_lm.training.validate import validate
 
@@ -48,6 +49,7 @@ class Run:
     model: EflaForCausalLM
     optimizer: AdamW
     replicas: int  # ranks that hold the same shard
+    passes: Passes
     train_data: WindowLoader
     heldout_data: SequentialLoader | None
     data: corpus.Corpus
@@ -88,10 +90,10 @@ def main(settings: TrainSettings) -> int:
             model = build.build_model(settings, config, world, mesh)
             optimizer = build_optimizer(model, **asdict(settings.optim))
             begin = load_checkpoint(resume, model, optimizer, world) if resume else CheckpointMeta(0, 0, identity)
-            replicas = mesh["replicate"].size()
+            replicas, passes = mesh["replicate"].size(), build.build_passes(settings, world)
             run = Run(
-                settings, world, budget, directory, config, model, optimizer, replicas, train_data, heldout_data,
-                data, identity, resume, begin, evaluation,
+                settings, world, budget, directory, config, model, optimizer, replicas, passes, train_data,
+                heldout_data, data, identity, resume, begin, evaluation,
             )  # fmt: skip
             banner("efla-lm", facts(run, backend), main=world.is_main)
             done, saved = fit(run, interruption)
@@ -127,7 +129,7 @@ def fit(run: Run, interruption: Interruption) -> tuple[int, Path | None]:
                 batch_log.write(step, batches)
             verdict = update(
                 run.model, run.optimizer, batches, run.world,
-                replicas=run.replicas, clip_norm=train.clip_norm, stop=interruption.requested,
+                replicas=run.replicas, clip_norm=train.clip_norm, stop=interruption.requested, passes=run.passes,
             )  # fmt: skip
             done = step + 1
             verdicts.add(done, verdict)
@@ -183,6 +185,8 @@ def facts(run: Run, backend: str) -> dict[str, object]:
         "training": f"{b.steps:,} updates of {b.batch_tokens:,} tokens = {b.total_tokens:,} tokens",
         "batch": f"{b.windows} windows of {b.context}: {world.size} rank(s) x {b.micro_steps} micro x {b.micro_batch}",
         "devices": f"{world.size} x {device}, {s.train.precision}, {run.replicas} replica(s) of {shards} shard(s)",
+        "passes": f"{'replayed from CUDA graphs' if isinstance(run.passes, GraphedPasses) else 'launched one by one'}, "
+        f"activation checkpointing {s.train.activation_checkpointing}",
         "schedule": schedule.describe(s.schedule, b.total_tokens, b.batch_tokens),
         "start": f"update {run.start.step} from {run.resumed_from}" if run.resumed_from else f"new, seed {s.seed}",
         "run": run.directory.path,

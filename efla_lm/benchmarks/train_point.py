@@ -79,7 +79,7 @@ class Ours:
         self.model = build.build_model(settings, config, world, mesh)
         self.optimizer = build_optimizer(self.model, **asdict(settings.optim))
         self.verdicts = Verdicts(settings.train.max_skipped_steps)
-        self.replicas = mesh["replicate"].size()
+        self.replicas, self.passes = mesh["replicate"].size(), build.build_passes(settings, world)
         embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
         self.parameters = sum(p.numel() for p in self.model.parameters()) - embedding
         self.flops = flops_per_token(config, self.budget.context)
@@ -94,7 +94,7 @@ class Ours:
         batches = [self.data.batch(number, micro) for micro in range(budget.micro_steps)]
         verdict = update(
             self.model, self.optimizer, batches, self.world,
-            replicas=self.replicas, clip_norm=self.settings.train.clip_norm, stop=False,
+            replicas=self.replicas, clip_norm=self.settings.train.clip_norm, stop=False, passes=self.passes,
         )  # fmt: skip
         self.verdicts.add(number + 1, verdict)
 

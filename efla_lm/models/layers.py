@@ -1,4 +1,4 @@
-"""Layers that several mixers share: norms, SwiGLU, short convolution, decay parameters.
+"""Layers that several mixers share: linear maps, norms, SwiGLU, short convolution, decay parameters.
 
 Dtypes: every layer returns the dtype of its input. Norm statistics, the gate of the gated norm and decays are computed
 in fp32, whatever dtype the model has.
@@ -12,6 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from efla_lm.models.sequence import SequenceInfo
+
+
+class Linear(nn.Linear):
+    """y = x W^T, W cast to x's dtype: where one device trains, fp32 masters are used in bf16 (`EflaModel.compute`)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -56,8 +66,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size)
+        self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)

@@ -1,9 +1,10 @@
 """The language model: embedding, blocks of RMSNorm - mixer - RMSNorm - SwiGLU, norm, head.
 
 Dtypes: all parameters of a model have one dtype (so FSDP2 can group them): fp32 for training, where sharding casts to
-bf16 for compute, or what `from_pretrained(dtype=...)` asks for. Activations follow it. Whatever it is, these are fp32:
-recurrent states, beta, |k|^2 and the coefficients made of them, decays (from A_log and dt_bias), Mamba-2's steps, the
-statistics of norms, rotary angles, and the loss.
+bf16 for compute, or what `from_pretrained(dtype=...)` asks for. Activations follow it, or `EflaModel.compute`, to which
+weights are then cast where they are used. Whatever it is, these are fp32: recurrent states, beta, |k|^2 and the
+coefficients made of them, decays (from A_log and dt_bias), Mamba-2's steps, the statistics of norms, rotary angles, and
+the loss.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from efla_lm.models.cache import LayerState, RecurrentCache
 from efla_lm.models.config import EflaConfig
 from efla_lm.models.generation import RecurrentGeneration
 from efla_lm.models.init import initial_value
-from efla_lm.models.layers import RMSNorm, SwiGLU
+from efla_lm.models.layers import Linear, RMSNorm, SwiGLU
 from efla_lm.models.mixers import build_mixer
 from efla_lm.models.sequence import SequenceInfo, describe, is_left_padded
 
@@ -104,6 +105,7 @@ class EflaModel(EflaPreTrainedModel):
         self.layers = nn.ModuleList(EflaBlock(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
+        self.compute: torch.dtype | None = None  # of activations; None: the weights'. Set where masters are not sharded
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -128,6 +130,7 @@ class EflaModel(EflaPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden = hidden if self.compute is None else hidden.to(self.compute)
         cache = self._given_cache(cache, past_key_values)
         batch, length = hidden.shape[:2]
         info = describe(batch, length, hidden.device, attention_mask, cu_seqlens, cache)
@@ -194,7 +197,7 @@ class EflaForCausalLM(EflaPreTrainedModel, RecurrentGeneration, GenerationMixin)
     def __init__(self, config: EflaConfig) -> None:
         super().__init__(config)
         self.model = EflaModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -271,7 +274,8 @@ class EflaForCausalLM(EflaPreTrainedModel, RecurrentGeneration, GenerationMixin)
     def _summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         if targets.shape != hidden.shape[:2]:
             raise ValueError(f"targets must be {tuple(hidden.shape[:2])} as the tokens, got {tuple(targets.shape)}")
-        return efla_kernels.linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        weight = self.lm_head.weight.to(hidden.dtype)
+        return efla_kernels.linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten())
 
 
 def _mean_shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def build_model(settings: TrainSettings, config: EflaConfig, world: World, mesh:
             # the forward alone: the hooks of sharding stay outside of the compiled graph, one for all blocks
             block.forward = torch.compile(block.forward, fullgraph=True)
     if is_single(settings.parallel.mode, world):
-        hold_whole(model, model.model, settings.train.precision)
+        hold_whole(model, settings.train.precision)
     else:
         shard_model(model, list(model.model.layers), mesh, settings.train.precision)
     model.to_empty(device=world.device)

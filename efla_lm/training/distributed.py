@@ -1,11 +1,12 @@
 """Processes, devices and sharding: the one module that knows how many of us there are.
 
-accelerate finds the launcher's processes and places their devices; nothing goes through its `prepare`. The model is
-always sharded by torch FSDP2 (`fully_shard`), at world size 1 too and with gloo on a CPU, so that the path which
-trains on GPUs is the path which the tests run.
+accelerate finds the launcher's processes and places their devices; nothing goes through its `prepare`. Several
+processes share the model by torch FSDP2 (`fully_shard`), with gloo on a CPU as well, so that the path which trains on
+GPUs is the path which the tests run. One process holds it as it is (`hold_whole`): FSDP's hooks would cost the host as
+much as the rest of a small step.
 
     mode     mesh (replicate x shard)
-    single   1 x 1
+    single   1 x 1                  one process, no FSDP
     ddp      N x 1                  every rank holds all weights, gradients are all-reduced
     fsdp     1 x N                  weights, gradients and optimiser state are sharded over all ranks
     hsdp     nodes x ranks/node     sharded within a node, replicated over nodes (or as `replicate`, `shard` say)
@@ -28,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from efla_lm.errors import UserError
+from efla_lm.models import EflaForCausalLM
 
 T = TypeVar("T")
 
@@ -185,6 +187,29 @@ def build_mesh(world: World, mode: str, replicate: int | None = None, shard: int
     return init_device_mesh(world.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
 
 
+def is_single(mode: str, world: World) -> bool:
+    """Whether `mode` means one process without FSDP."""
+    return mode == "single" or (mode == "auto" and world.size == 1)
+
+
+def compute_type(model: nn.Module, precision: str) -> torch.dtype | None:
+    """The type that `train.precision` computes in; None: that of the masters. Those must be fp32 (else ValueError)."""
+    wrong = [name for name, p in model.named_parameters() if p.dtype != torch.float32]
+    if wrong:
+        raise ValueError(f"master weights must be float32: {len(wrong)} parameters are not, the first is {wrong[0]}")
+    if precision not in ("fp32", "bf16"):
+        raise UserError(f"train.precision: expected fp32 or bf16, got {precision!r}")
+    return torch.bfloat16 if precision == "bf16" else None
+
+
+def hold_whole(model: EflaForCausalLM, precision: str) -> None:
+    """One process: all fp32 masters on its device, cast in the forward pass where they are used (`EflaModel.compute`).
+
+    The gradient of a cast weight is fp32, and adds up so over micro-batches.
+    """
+    model.model.compute = compute_type(model, precision)
+
+
 def shard_model(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, precision: str) -> None:
     """Shard `model` over `mesh` in place: each block is one FSDP group, the rest (embeddings, last norm, head) another.
 
@@ -193,13 +218,8 @@ def shard_model(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, pre
     gradients reduced in fp32. Master weights must be fp32 (ValueError otherwise); FP32_PARAMETERS are left whole, see
     `reduce_whole`.
     """
-    wrong = [name for name, p in model.named_parameters() if p.dtype != torch.float32]
-    if wrong:
-        raise ValueError(f"master weights must be float32: {len(wrong)} parameters are not, the first is {wrong[0]}")
-    if precision not in ("fp32", "bf16"):
-        raise UserError(f"train.precision: expected fp32 or bf16, got {precision!r}")
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if precision == "bf16" else None,
+        param_dtype=compute_type(model, precision),
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # hidden states have the embedding's dtype; a silent cast would hide mistakes
     )

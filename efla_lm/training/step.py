@@ -14,7 +14,7 @@ verdict later (`Verdicts`), so that it never waits for the device between update
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,10 @@ from torch.optim import AdamW
 
 from efla_lm.errors import UserError
 from efla_lm.training.distributed import World, reduce_whole
+from efla_lm.training.graphs import Inputs, run_eagerly
 from efla_lm.training.optim import clip_gradients, squared_norm, step_unless
+
+Passes = Callable[[nn.Module, Inputs, Tensor, bool], Tensor]
 
 
 def update(
@@ -37,12 +40,13 @@ def update(
     replicas: int,
     clip_norm: float | None,
     stop: bool,
+    passes: Passes = run_eagerly,
 ) -> Tensor:
     """Gradients of this rank's micro-batches, then one optimiser step, or none if loss or gradient are not finite.
 
-    replicas: size of the mesh dimension `replicate`. stop: whether this rank was asked to stop. Returns the verdict,
-    equal on all ranks, float64 [4] on the device: loss, gradient norm (before clipping), 1 if the step was skipped,
-    the number of ranks that ask to stop.
+    replicas: size of the mesh dimension `replicate`. stop: whether this rank was asked to stop. passes: how forward and
+    backward are run (`efla_lm.training.graphs`). Returns the verdict, equal on all ranks, float64 [4] on the device:
+    loss, gradient norm (before clipping), 1 if the step was skipped, the number of ranks that ask to stop.
     """
     mine = float(sum((batch.targets != IGNORE).sum() for batch in batches))
     valid = torch.full((), mine, dtype=torch.float64, device=world.device)  # filled there: a copy would be waited for
@@ -50,9 +54,7 @@ def update(
     share = torch.zeros((), dtype=torch.float64, device=world.device)
     for micro, batch in enumerate(batches):
         _reduce_gradients(model, last=micro == len(batches) - 1)
-        loss = model(**inputs_of(batch, world)).loss
-        (loss / valid.to(loss.dtype)).backward()
-        share += loss.detach().double() / valid
+        share += passes(model, inputs_of(batch, world), valid, micro == 0).double() / valid
     reduce_whole(model, world)
     squared = squared_norm(model, replicas=replicas, world_size=world.size)
     wish = torch.full_like(share, float(stop))
@@ -129,9 +131,9 @@ class Verdicts:
 
 def _reduce_gradients(model: nn.Module, last: bool) -> None:
     """Sum gradients over ranks with the last micro-batch only; before it they add up where they are."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(last)
-    model.set_is_last_backward(last)
+    if isinstance(model, FSDPModule):  # else one process holds all
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
 
 
 def inputs_of(batch: Batch, world: World) -> dict[str, Tensor | None]:

@@ -43,7 +43,7 @@ def offered_ops(backend: Any) -> list[str]:
 
 
 def is_registered(name: str) -> bool:
-    """Whether there is a backend of this name; unlike `available_backends`, torch.compile of torch 2.11 can follow it."""
+    """Whether there is a backend of this name, in a form that torch.compile of torch 2.11 can follow."""
     return name in _BACKENDS
 
 

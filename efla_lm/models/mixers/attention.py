@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import EflaConfig
+from efla_lm.models.layers import Linear
 from efla_lm.models.rotary import rotate
 from efla_lm.models.sequence import SequenceInfo
 
@@ -20,8 +21,8 @@ class AttentionMixer(nn.Module):
         if config.backend not in ("auto", "torch"):
             raise ValueError(f"attention runs on torch's SDPA: backend must be auto or torch, got {config.backend!r}")
         self.heads, self.head_dim = config.num_heads, config.head_dim
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.key_size, bias=False)
-        self.o_proj = nn.Linear(config.key_size, config.hidden_size, bias=False)
+        self.qkv_proj = Linear(config.hidden_size, 3 * config.key_size)
+        self.o_proj = Linear(config.key_size, config.hidden_size)
 
     def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
         """hidden [B, T, hidden_size] -> the same; reads and extends the keys and values of `layer` if there is one."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import GATED_MIXERS, EflaConfig
-from efla_lm.models.layers import Decay, GatedRMSNorm, RMSNorm, ShortConvolution
+from efla_lm.models.layers import Decay, GatedRMSNorm, Linear, RMSNorm, ShortConvolution
 from efla_lm.models.sequence import SequenceInfo
 
 RULES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
@@ -38,19 +38,19 @@ class DeltaMixer(nn.Module):
         hidden, heads, width = config.hidden_size, config.num_heads, config.key_size
         self.heads, self.head_dim, self.backend = heads, config.head_dim, config.backend
         self.rule, self.rule_name, self.norm_eps = RULES[config.mixer], config.mixer, config.norm_eps
-        self.qkv_proj = nn.Linear(hidden, 3 * width, bias=False)
+        self.qkv_proj = Linear(hidden, 3 * width)
         self.qkv_conv = ShortConvolution((width, width, width), config.conv_size, backend=config.backend)
-        self.b_proj = nn.Linear(hidden, heads, bias=False)
+        self.b_proj = Linear(hidden, heads)
         self.decay: Decay | None = None
         if config.mixer in GATED_MIXERS:
-            self.a_proj = nn.Linear(hidden, heads, bias=False)
+            self.a_proj = Linear(hidden, heads)
             self.decay = Decay(heads)
-        self.g_proj: nn.Linear | None = None
+        self.g_proj: Linear | None = None
         self.o_norm: RMSNorm | GatedRMSNorm = RMSNorm(config.head_dim, config.norm_eps)
         if config.output_gate:
-            self.g_proj = nn.Linear(hidden, width, bias=False)
+            self.g_proj = Linear(hidden, width)
             self.o_norm = GatedRMSNorm(config.head_dim, config.norm_eps)
-        self.o_proj = nn.Linear(width, hidden, bias=False)
+        self.o_proj = Linear(width, hidden)
 
     def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
         """hidden [B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
@@ -95,7 +95,7 @@ class DeltaMixer(nn.Module):
             decay = {"decay_logit": self.a_proj(x), "A_log": self.decay.A_log, "dt_bias": self.decay.dt_bias}
         gate = None if self.g_proj is None else self.g_proj(x).unflatten(-1, (self.heads, self.head_dim))
         y = efla_kernels.decode_step(
-            self.rule_name, qkv, layer.conv, self.qkv_conv.weight, self.b_proj(x), layer.state, self.o_norm.weight,
-            output_gate=gate, norm_eps=self.norm_eps, backend=self.backend, **decay,
+            self.rule_name, qkv, layer.conv, self.qkv_conv.weight.to(qkv.dtype), self.b_proj(x), layer.state,
+            self.o_norm.weight.to(qkv.dtype), output_gate=gate, norm_eps=self.norm_eps, backend=self.backend, **decay,
         )  # fmt: skip
         return self.o_proj(y.flatten(1))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import EflaConfig
-from efla_lm.models.layers import GatedRMSNorm, ShortConvolution
+from efla_lm.models.layers import GatedRMSNorm, Linear, ShortConvolution
 from efla_lm.models.sequence import SequenceInfo
 
 
@@ -26,7 +26,7 @@ class Mamba2Mixer(nn.Module):
         self.groups, self.state_size, self.backend = config.num_groups, config.state_size, config.backend
         group_width = self.groups * self.state_size
         self.conv_size = self.inner + 2 * group_width
-        self.in_proj = nn.Linear(config.hidden_size, self.inner + self.conv_size + self.heads, bias=False)
+        self.in_proj = Linear(config.hidden_size, self.inner + self.conv_size + self.heads)
         widths = (self.inner, group_width, group_width)
         self.conv = ShortConvolution(widths, config.conv_size, bias=True, backend=config.backend)
         self.conv.uniform_init = True
@@ -34,7 +34,7 @@ class Mamba2Mixer(nn.Module):
         self.dt_bias = nn.Parameter(torch.zeros(self.heads))
         self.D = nn.Parameter(torch.ones(self.heads))
         self.norm = GatedRMSNorm(self.inner, config.norm_eps, gate_first=True, groups=self.groups)
-        self.out_proj = nn.Linear(self.inner, config.hidden_size, bias=False)
+        self.out_proj = Linear(self.inner, config.hidden_size)
         self.out_proj.init_scale = config.num_hidden_layers**-0.5  # as published: residual outputs start smaller
 
     def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:

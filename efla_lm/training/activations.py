@@ -1,0 +1,54 @@
+"""What a block keeps from its forward pass for its backward pass (`train.activation_checkpointing`).
+
+    none        all that the backward pass reads; compiled, what torch.compile thinks best for speed
+    selective   the results of matrix products and of the mixer's op; norms, convolution, SwiGLU, gates and casts of
+                weights are computed again, most of them inside the backward pass's own kernels
+    full        the block's input alone; the block is computed again, products included
+
+`efla_lm.training.cost` counts what that is. Nothing in a block draws random numbers, so no generator's state is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+Forward = Callable[..., torch.Tensor]
+
+aten = torch.ops.aten
+PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def selective_policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    """Save products and the mixers' ops, compute the rest again."""
+    is_mixer = getattr(op, "namespace", "") == "efla_kernels" and "convolution" not in op.__name__
+    return CheckpointPolicy.MUST_SAVE if op in PRODUCTS or is_mixer else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keeping(forward: Forward, kind: str) -> Forward:
+    """`forward` with `kind` of the table above. Compiled afterwards, the choice is part of the compiled graph."""
+    if kind == "none":
+        return forward
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if kind == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, selective_policy)
+
+    @functools.wraps(forward)
+    def kept(*inputs: Any) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return forward(*inputs)
+        result: torch.Tensor = checkpoint(forward, *inputs, **options)
+        return result
+
+    return kept
