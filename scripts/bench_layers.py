@@ -1,0 +1,84 @@
+"""Speed of the layers around the token mixers: `python -m scripts.bench_layers [layers=[loss] hidden=[1024] out=FILE]`.
+
+Convolution, loss, norms and SwiGLU in PyTorch, torch.compile, flash-linear-attention, liger-kernel, cut-cross-entropy
+and ours, whichever can be imported: same inputs, same process, correctness against float64 first. The result file is
+written after every layer; `table=FILE` prints an earlier one. Exit code 1 where ours is wrong or does not run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from efla_kernels.environment import describe_environment, installed_version
+
+from efla_lm.benchmarks import layer_report, layer_run
+from efla_lm.benchmarks.layer_settings import LayerBenchSettings
+from efla_lm.errors import UserError
+from efla_lm.settings import entry, to_dict
+
+PACKAGES = ("flash-linear-attention", "liger-kernel", "cut-cross-entropy")
+
+
+@entry("bench_layers", LayerBenchSettings)
+def main(settings: LayerBenchSettings) -> int:
+    """Measure the layers around the mixers, forward and forward + backward, beside the installed packages'."""
+    if settings.table:
+        path = Path(settings.table)
+        if not path.is_file():
+            raise FileNotFoundError(2, "no such file", str(path))
+        print(layer_report.markdown(json.loads(path.read_text(encoding="utf-8"))))
+        return 0
+    if not torch.cuda.is_available():
+        print("no accelerator found: there is nothing to time here. `table=FILE` prints an earlier result.")
+        return 0
+    path = Path(settings.out or time.strftime("results/layers-%Y%m%d-%H%M%S.json"))
+    if path.is_dir():
+        raise UserError(f"out={path} is a folder: name the file")
+    packages = {name: installed_version(name) for name in PACKAGES}
+    missing = [name for name, version in packages.items() if version is None]
+    if missing:
+        print(f"not installed, left out: {', '.join(missing)}", flush=True)
+    start = time.perf_counter()
+    os.environ["FLA_CACHE_RESULTS"] = "0"  # tuning results of the compiling processes, which disturb each other
+    left_out = layer_run.compile_side_by_side(settings) if settings.workers else {}
+    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        "environment": describe_environment(), "packages": packages, "settings": to_dict(settings), "rows": rows,
+    }  # fmt: skip
+    for layer in settings.layers:
+        for hidden in settings.hidden:
+            try:
+                for row in layer_run.measure_layer(settings, layer, hidden, left_out, start + settings.budget_s):
+                    record(rows, row)
+            finally:  # what was measured before a failure is kept
+                result["seconds"] = round(time.perf_counter() - start, 1)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"{path}: {len(rows)} rows in {result['seconds']} s")
+    print(layer_report.markdown(result))
+    return 1 if any("failed" in row for row in rows) else 0
+
+
+def record(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Keep a row and say it."""
+    rows.append(row)
+    name = f"{row['layer']:<20}{row['impl']:<9}{row['hidden']:<6}{row['direction']:<9}"
+    if "skipped" in row:
+        print(f"{name} skipped: {row['skipped']}", flush=True)
+    else:
+        wrong = "" if row["right"] else "  BEYOND THE BOUND"
+        print(
+            f"{name} device {row['device_us']:9.1f} us  wall {row['wall_us']:9.1f} us  "
+            f"peak {row['peak_mib']:7.0f} MiB  rel_err {max(row['rel_errs'].values()):.1e}{wrong}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
