@@ -18,7 +18,7 @@ from efla_kernels.coefficients import (
 from efla_kernels.convolution import convolution_state, short_convolution
 from efla_kernels.decode import decode_step, fuses_decoding
 from efla_kernels.loss import linear_cross_entropy
-from efla_kernels.mamba import mamba2, ssd
+from efla_kernels.mamba import fuses_mamba2_step, mamba2, mamba2_step, ssd
 from efla_kernels.ops import delta_rule, deltanet, efla, gated_deltanet, gated_efla, model_coefficients
 
 register_backend("torch", SimpleNamespace(delta_rule=_chunked.delta_rule, ssd=_chunked.ssd))
@@ -26,9 +26,10 @@ register_backend("reference", SimpleNamespace(delta_rule=_reference.delta_rule, 
 if find_spec("triton") is not None:  # Linux only
     from efla_kernels.triton import interpreter as _interpreter
     from efla_kernels.triton import ops as _triton
+    from efla_kernels.triton.ssd_ops import ssd_ops as _ssd_ops
 
     for _name, _recompute in (("triton", False), ("triton_recompute", True)):
-        _backend = _triton.delta_ops(_recompute)
+        _backend = SimpleNamespace(**vars(_triton.delta_ops(_recompute)), **vars(_ssd_ops(_recompute)))
         register_backend(_name, _interpreter.upcasting_backend(_backend) if _triton.interpreted() else _backend)
 
 __all__ = [
@@ -41,11 +42,13 @@ __all__ = [
     "efla",
     "erase_write_efla",
     "fuses_decoding",
+    "fuses_mamba2_step",
     "gated_coefficients",
     "gated_deltanet",
     "gated_efla",
     "linear_cross_entropy",
     "mamba2",
+    "mamba2_step",
     "model_coefficients",
     "register_backend",
     "relative_exp",

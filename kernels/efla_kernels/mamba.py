@@ -95,6 +95,57 @@ def mamba2(
         return (y + D.to(dtype).unsqueeze(-1) * wide).to(x.dtype), state
 
 
+def mamba2_step(
+    x: Tensor,
+    dt: Tensor,
+    A_log: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    *,
+    dt_mask: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """One token of `mamba2` with the state moved on in place; returns y [B, H, P] in x's dtype. Not differentiable.
+
+    x [B, H, P]; dt [B, H] before softplus; A_log, D, dt_bias [H]; B and C [B, G, N]; state [B, H, N, P], fp32 (fp64 for
+    fp64 inputs) and contiguous; dt_mask [B]. With backend "triton" one kernel, which a CUDA graph can hold.
+    Raises ValueError.
+    """
+    token = [t.unsqueeze(1) for t in (x, dt, B, C)]
+    _check(token[0], token[1], token[2], token[3], state, None)
+    for name, parameter in (("A_log", A_log), ("D", D), ("dt_bias", dt_bias)):
+        expect_shape(name, parameter, (x.shape[1],), "[H]")
+    if dt_mask is not None and dt_mask.shape != x.shape[:1]:
+        raise ValueError(f"dt_mask: expected shape {list(x.shape[:1])} = [B], got {list(dt_mask.shape)}")
+    wide = compute_dtype(x, dt, A_log, B, C, D, dt_bias)
+    if state.dtype != wide or not state.is_contiguous():
+        raise ValueError(
+            f"state: expected a contiguous {wide} tensor, since it is updated in place, got {state.dtype}"
+            f"{'' if state.is_contiguous() else ', not contiguous'}"
+        )
+    implementation = get_backend(backend, x.device, "mamba2")
+    with torch.no_grad():
+        fused = getattr(implementation, "mamba2_step", None)
+        if fused is not None:
+            return fused(x, dt, A_log, B, C, D, dt_bias, dt_mask, state)
+        mask = None if dt_mask is None else dt_mask.unsqueeze(1)
+        y, after = mamba2(
+            token[0], token[1], A_log, token[2], token[3], D, dt_bias, dt_mask=mask, initial_state=state,
+            output_final_state=True, backend=backend,
+        )  # fmt: skip
+        assert after is not None
+        state.copy_(after)
+        return y.squeeze(1)
+
+
+def fuses_mamba2_step(backend: str, device: torch.device) -> bool:
+    """Whether `mamba2_step` with this backend runs as one kernel."""
+    return callable(getattr(get_backend(backend, device, "mamba2"), "mamba2_step", None))
+
+
 def _check(
     x: Tensor, dt: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> None:

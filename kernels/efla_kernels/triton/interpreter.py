@@ -20,18 +20,23 @@ def _wide(x: Tensor | None) -> Tensor | None:
     return x.float() if x is not None and x.dtype in _NARROW else x
 
 
-def _upcast(op: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    def run(q, k, v, *gates, scale, initial_state, output_final_state, cu_seqlens):
-        o, state = op(
-            *map(_wide, (q, k, v, *gates)), scale=scale, initial_state=_wide(initial_state),
-            output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-        )  # fmt: skip
-        return o.to(v.dtype), state
+def _upcast(op: Callable[..., tuple[Tensor, Tensor | None]], values: int) -> Callable[..., Any]:
+    """`op` with its tensors up-cast and its output in the type of input number `values`."""
+
+    def run(*inputs, initial_state, **options):
+        o, state = op(*map(_wide, inputs), initial_state=_wide(initial_state), **options)
+        return o.to(inputs[values].dtype), state
 
     return run
 
 
 def upcasting_backend(backend: Any) -> SimpleNamespace:
-    """`backend` with 16-bit inputs of its delta-rule ops in fp32."""
-    names = ("delta_rule", "deltanet", "efla", "gated_deltanet", "gated_efla")
-    return SimpleNamespace(**{name: _upcast(getattr(backend, name)) for name in names})
+    """`backend` with 16-bit inputs of its ops in fp32."""
+    delta = ("delta_rule", "deltanet", "efla", "gated_deltanet", "gated_efla")
+    ops = {name: _upcast(getattr(backend, name), 2) for name in delta}
+    ops |= {name: _upcast(getattr(backend, name), 0) for name in ("ssd", "mamba2")}
+
+    def mamba2_step(*inputs):
+        return backend.mamba2_step(*map(_wide, inputs)).to(inputs[0].dtype)
+
+    return SimpleNamespace(**ops, mamba2_step=mamba2_step)

@@ -1,0 +1,120 @@
+"""State-space duality: shapes and options of a problem, block shapes, the split of long sequences and of heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class Block(NamedTuple):
+    """Rows of the tile (of the state in the scan, of the chunk elsewhere), warps, stages of the software pipeline."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One row of the table. chunk: tokens per chunk, a multiple of every block of its rows."""
+
+    chunk: int
+    scan: Block
+    output: Block
+    gradient_x: Block
+    gradient_bc: Block
+
+
+def choose(N: int, P: int, dtype: torch.dtype) -> Choice:
+    """Block shapes for state width N, head width P and the inputs' type."""
+    if dtype == torch.float32:
+        block = Block(32, 8, 1)
+        return Choice(64, Block(32, 4, 1), block, block, block)
+    if N <= 128 and P <= 64:
+        return Choice(128, Block(64, 4, 3), Block(64, 4, 2), Block(64, 8, 2), Block(64, 8, 2))
+    return Choice(64, Block(32, 4, 2), Block(32, 4, 1), Block(32, 4, 1), Block(32, 4, 1))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes and options that all launches of one call share."""
+
+    batch: int
+    tokens: int
+    heads: int
+    groups: int
+    state_width: int
+    width: int
+    sequences: int
+    dtype: torch.dtype
+    packed: bool
+    processors: int
+
+    @property
+    def choice(self) -> Choice:
+        return choose(self.state_width, self.width, self.dtype)
+
+    @property
+    def chunks(self) -> int:
+        """Slots for chunk data: exact for equal rows, an upper bound for packed segments."""
+        if self.packed:
+            return self.tokens // self.choice.chunk + self.sequences
+        return self.batch * -(-self.tokens // self.choice.chunk)
+
+    @property
+    def operand(self) -> torch.dtype:
+        """Type of the tensor cores' operands and of stored states; bf16 also for fp16, whose range states may leave."""
+        return torch.float32 if self.dtype == torch.float32 else torch.bfloat16
+
+    def state_shape(self, *leading: int) -> tuple[int, ...]:
+        return (*leading, self.heads, self.state_width, self.width)
+
+    def heads_each(self, blocks: int) -> int:
+        """Heads of a group that one program goes through: as many as leave four programs per multiprocessor."""
+        per_group = self.heads // self.groups
+        programs = self.chunks * blocks * self.heads
+        most = max(1, programs // (4 * self.processors))
+        return max(d for d in range(1, per_group + 1) if per_group % d == 0 and d <= most)
+
+    def segments(self) -> tuple[int, int]:
+        """(segments of a sequence, chunks in each): 1 where the scan's programs fill the device without a cut.
+
+        The first pass over the segments costs as much as the scan itself, so that below three nothing is won.
+        """
+        chunks = -(-self.tokens // self.choice.chunk)
+        if self.packed:
+            return 1, chunks
+        programs = self.sequences * self.heads * -(-self.state_width // self.choice.scan.rows)
+        segments = min(2 * self.processors // programs, chunks // 4)
+        if segments < 3:
+            return 1, chunks
+        each = -(-chunks // segments)
+        return -(-chunks // each), each
+
+    def flags(self) -> dict[str, Any]:
+        """The constants of every kernel that multiplies."""
+        return {
+            "H": self.heads,
+            "G": self.groups,
+            "N": self.state_width,
+            "P": self.width,
+            "BP": max(16, triton.next_power_of_2(self.width)),
+            "L": self.choice.chunk,
+            "PACKED": self.packed,
+            "DTYPE": tl.float32 if self.operand == torch.float32 else tl.bfloat16,
+            "PRECISION": "ieee" if self.operand == torch.float32 else "tf32",
+        }
+
+    def tile(self, block: Block) -> dict[str, Any]:
+        """The constants of a kernel over chunks: its rows, the whole width of the state, its pipeline."""
+        width = max(16, triton.next_power_of_2(self.state_width))
+        return {"R": block.rows, "BN": width, "STAGES": block.stages, "num_warps": block.warps}
+
+    @property
+    def gate_heads(self) -> int:
+        """Heads side by side in a program of the gates' kernels."""
+        return min(32, triton.next_power_of_2(self.heads))
