@@ -25,6 +25,7 @@ from efla_lm.training.export import export_checkpoint
 from efla_lm.training.graphs import GraphedPasses
 from efla_lm.training.metrics import MetricsWriter
 from efla_lm.training.optim import build_optimizer, set_learning_rate
+from efla_lm.training.profile import RunProfile
 from efla_lm.training.progress import Progress, banner
 from efla_lm.training.run_dir import RunDirectory, open_run
 from efla_lm.training.save import save_checkpoint
@@ -116,6 +117,7 @@ def fit(run: Run, interruption: Interruption) -> tuple[int, Path | None]:
     verdicts = Verdicts(train.max_skipped_steps, run.start.skipped_steps)
     batch_log = BatchLog(run.directory.path / "batches.jsonl", run.world, done) if train.log_batches else None
     meter = Meter(flops_per_token(run.config, budget.context), run.world.device, run.world.size)
+    traced = RunProfile(settings.profile, run.directory.path, run.world)
     with (
         MetricsWriter(run.directory, settings.logger, resumed_step=done, config=to_dict(settings)) as metrics,
         Progress(budget.steps, start_step=done, main=run.world.is_main) as progress,
@@ -145,6 +147,8 @@ def fit(run: Run, interruption: Interruption) -> tuple[int, Path | None]:
             leaving = done == last or verdicts.stop
 
             with meter.paused():
+                if table := traced.after_update():
+                    progress.message(table)
                 if done == budget.steps or is_due(done, train.validate_every):
                     val_loss = run.validate()
                     if val_loss is not None:
@@ -159,6 +163,8 @@ def fit(run: Run, interruption: Interruption) -> tuple[int, Path | None]:
                     saved = run.save(done, verdicts.skipped)
             if leaving:
                 break
+        if too_short := traced.close():
+            progress.message(too_short)
         if done < budget.steps:
             why = f" on {interruption.reason}" if interruption.reason else ""
             hint = f"the same command with name={run.directory.name} goes on"

@@ -25,6 +25,7 @@ from efla_lm.training import build, corpus, schedule
 from efla_lm.training.budget import plan_budget
 from efla_lm.training.distributed import build_mesh, finish, start
 from efla_lm.training.optim import build_optimizer, set_learning_rate
+from efla_lm.training.profile import Tracer
 from efla_lm.training.step import Verdicts, update
 from efla_lm.training.throughput import peak_flops, peak_memory_gib
 
@@ -44,6 +45,7 @@ class Point:
     warmup: int
     windows: int
     updates: int
+    profile: int
     started: float
 
 
@@ -120,6 +122,15 @@ def measure(subject: Subject, point: Point) -> dict[str, Any]:
             number += 1
         loss = subject.settle()
         rates.append(point.updates * subject.batch_tokens / (time.perf_counter() - begin))
+    where = {}
+    if point.profile:
+        tracer = Tracer(subject.device)
+        tracer.start()
+        for extra in range(point.profile):
+            subject.step(number + extra)
+        found = tracer.stop(point.profile)
+        where = {"where": found.row(), "kernels": found.top}
+        print(found.text(), flush=True)
     rate, peak = statistics.median(rates), peak_flops(subject.device)
     spread = statistics.quantiles(rates, n=4) if len(rates) > 1 else rates * 3
     of_peak = None if peak is None else rate / (peak * subject.world_size)
@@ -136,6 +147,7 @@ def measure(subject: Subject, point: Point) -> dict[str, Any]:
         "first_update_s": first,
         "loss": loss,
         "loss_after": number,
+        **where,
     }
 
 

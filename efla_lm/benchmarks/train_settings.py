@@ -33,6 +33,7 @@ class ThroughputSettings:
     warmup: int = key(8, "updates before the clock; the start-up time is that of the fourth of all")
     windows: int = key(5, "clock readings, whose median counts")
     updates: int = key(4, "updates between two readings: the host waits for the device at readings only")
+    profile: int = key(0, "updates traced after the clock; the row's `where` has milliseconds per update by kind")
     caches: str = key(
         "empty",
         "empty: each point compiles from nothing, as on a new machine; kept: one set of caches for all points",

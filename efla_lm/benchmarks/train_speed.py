@@ -48,7 +48,7 @@ class Plan:
 
     def overrides(self, data_dir: Path, settings: ThroughputSettings) -> list[str]:
         """train.py's command line for this point."""
-        total = settings.warmup + settings.windows * settings.updates
+        total = settings.warmup + settings.windows * settings.updates + settings.profile
         return [
             f"model={self.model}", f"size={self.size}", f"parallel={self.parallel}", f"data.dir={data_dir}",
             f"data.context={self.tokens}", f"model.vocab_size={settings.vocab_size}", f"train.micro_batch={self.batch}",
@@ -101,7 +101,7 @@ def run(
     point = asdict(plan)
     del point["options"]
     point |= {"overrides": plan.overrides(data_dir, settings), "started": time.time()}
-    point |= {name: getattr(settings, name) for name in ("warmup", "windows", "updates")}
+    point |= {name: getattr(settings, name) for name in ("warmup", "windows", "updates", "profile")}
     (place / "spec.json").write_text(json.dumps(point), encoding="utf-8")
     launcher = ["-m"]
     if plan.gpus > 1:

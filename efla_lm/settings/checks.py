@@ -23,6 +23,7 @@ def check_train(settings: TrainSettings) -> None:
         raise UserError(f"name: got {name!r}, expected a folder name under runs_dir={settings.runs_dir}")
     if not 0 <= settings.seed < 1 << 63:
         raise UserError(f"seed: got {settings.seed}, expected 0 or more, below 2^63")
+    _positive("profile", settings.profile)
     check_data(settings.data)
     check_loop(settings.train, settings.data.context)
     check_optim(settings.optim)
@@ -60,6 +61,8 @@ def check_data(data: DataSettings) -> None:
         raise UserError(f"data.heldout_fraction: got {data.heldout_fraction}, expected from 0 to below 1, e.g. 0.01")
     for name in ("context", "vocab_size", "max_tokens", "max_documents"):
         _positive(f"data.{name}", getattr(data, name))
+    if data.sample == "documents" and data.max_tokens is None:
+        raise UserError("data.sample=documents: set data.max_tokens to the size of the sample, e.g. 8_000_000_000")
     if len(data.weights) != len(data.mixture) or any(weight <= 0 for weight in data.weights):
         raise UserError(
             f"data.weights: got {data.weights}, expected {len(data.mixture)} numbers above 0, one for each folder of "
@@ -77,6 +80,11 @@ def check_data(data: DataSettings) -> None:
 def check_prepare(settings: PrepareSettings) -> None:
     """All checks of a preparation. Raises UserError."""
     _positive("processes", settings.processes)
+    if settings.data.mixture:
+        raise UserError(
+            f"data.mixture={settings.data.mixture} is made of token files that are there: prepare each of them by "
+            "itself (data=NAME data.dir=FOLDER), with one tokenizer"
+        )
     check_data(settings.data)
 
 

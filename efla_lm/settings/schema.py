@@ -78,14 +78,20 @@ class DataSettings:
     split: str = key("train", "split of a hub source")
     revision: str | None = key(None, "commit of a hub source; null: its newest")
     text_field: str = key("text", "field of a JSON or parquet row that holds the document")
-    max_tokens: int | None = key(None, "stop after so many training tokens; null: everything")
+    max_tokens: int | None = key(None, "training tokens to keep; null: everything")
+    sample: str = key(
+        "head",
+        "what data.max_tokens keeps: the corpus's head, or documents chosen by their hash from all of it",
+        choices=("head", "documents"),
+    )
+    deduplicate: bool = key(False, "leave out documents whose text came before, training text that is held out too")
     heldout_sources: list[str] | None = key(
         None, "held-out text, in the form of data.sources", path=SOURCE, instead_of="heldout_fraction"
     )
     heldout_fraction: float | None = key(
         0.01, "share of documents held out, chosen by their hash; 0: none", instead_of="heldout_sources"
     )
-    split_seed: int = key(42, "seed of the held-out choice")
+    split_seed: int = key(42, "seed of the held-out choice and of data.sample=documents")
     tokenizer: str = key(
         "train", "folder, file or hub name of a tokenizer; `train`: a BPE on the corpus", path=TOKENIZER
     )
@@ -213,6 +219,7 @@ class TrainSettings:
         "auto", "auto: newest complete checkpoint of the run; never; or a path", path=PathRule(words=("auto", "never"))
     )
     seed: int = key(42, "seed of weights and data order [paper]")
+    profile: int | None = key(None, "updates to trace after the first ten of a launch, into RUN/profile; null: none")
     size: SizeSettings = field(default_factory=SizeSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)

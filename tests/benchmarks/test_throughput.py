@@ -37,8 +37,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def test_points_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One process and two; another option is another row; what is there stays; a peer that cannot run is said."""
     out = tmp_path / "speed.json"
-    assert run(f"out={out}") == 0
+    assert run(f"out={out}", "profile=1") == 0
     (one,) = rows(out)
+    assert one["where"]["products"] > 0 and one["where"]["busy"] <= one["where"]["span"]
     assert set(one) >= COLUMNS
     assert one["tokens_per_second"] > 0 and one["mfu"] is None and one["peak_gib"] > 0
     assert one["startup_s"] > one["first_update_s"] > 0
@@ -113,7 +114,9 @@ def test_clock_waits_at_readings_only(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(0, 1000, 2))
     monkeypatch.setattr("efla_lm.benchmarks.train_point.time.perf_counter", lambda: float(next(ticks)))
     monkeypatch.setattr("efla_lm.benchmarks.train_point.peak_flops", lambda _: 1e6)
-    point = Point("efla", "tiny", "efla_lm", 1, 100, 2, "auto", [], warmup=5, windows=2, updates=3, started=0.0)
+    point = Point(
+        "efla", "tiny", "efla_lm", 1, 100, 2, "auto", [], warmup=5, windows=2, updates=3, profile=0, started=0.0
+    )
     subject = Counted()
     row = measure(subject, point)
     assert subject.asked == [0, "settle", 1, 2, 3, "settle", 4, "settle", 5, 6, 7, "settle", 8, 9, 10, "settle"]
