@@ -10,12 +10,19 @@ from efla_data.prepare import available_cores, prepare
 from efla_data.progress import Progress
 from efla_data.recipe import Recipe
 
+from efla_lm.errors import UserError
 from efla_lm.settings import PrepareSettings, entry
 
 
 def make_recipe(settings: PrepareSettings) -> Recipe:
-    """The part of the data settings that decides which ids come out."""
+    """The part of the data settings that decides which ids come out. Raises UserError for a mixture, which is made of
+    token files."""
     data = settings.data
+    if data.mixture:
+        raise UserError(
+            f"data.mixture={data.mixture} is mixed in training from token files that are there: prepare each folder by "
+            "itself, with its own data= and one tokenizer"
+        )
     return Recipe(
         sources=list(data.sources),
         tokenizer=data.tokenizer,
@@ -27,7 +34,9 @@ def make_recipe(settings: PrepareSettings) -> Recipe:
         heldout_fraction=data.heldout_fraction,
         split_seed=data.split_seed,
         bos=data.bos,
+        deduplicate=data.deduplicate,
         max_tokens=data.max_tokens,
+        sample=data.sample,
     )
 
 

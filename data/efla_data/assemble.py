@@ -1,25 +1,27 @@
-"""Put the token files of finished units together into one shard per split, and write the manifest."""
+"""Put the token files of finished units together into the shards of each split, and write the manifest."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from efla_data.errors import DataError
-from efla_data.manifest import SPLITS, Manifest, Split, TokenizerInfo, make_split
+from efla_data.manifest import SPLITS, Manifest, Shard, Split, TokenizerInfo, make_split
 from efla_data.readers import EXAMPLES
 from efla_data.recipe import Recipe
+from efla_data.selection import Selection
 from efla_data.sources import Piece
 from efla_data.token_file import INDEX_DTYPE, token_dtype
 from efla_data.unit import UnitResult, unit_prefix
 from efla_data.writer import ShardWriter
 
-COPIED_DOCUMENTS = 1 << 16  # at a time
+COPIED_TOKENS = 1 << 22  # at a time, but always a whole document
+SHARD_TOKENS = 1 << 31  # a shard ends with the unit that brings it to so many: at 2 bytes each about 4 GiB
 
 
 def assemble(
@@ -29,8 +31,10 @@ def assemble(
     units: list[list[Piece]],
     results: dict[int, UnitResult],
     info: TokenizerInfo,
+    selection: Selection | None = None,
 ) -> Manifest:
-    """Write `OUT/{train,heldout}-00000.{bin,idx}` and `OUT/manifest.json` from the units in `results`, in their order.
+    """Write `OUT/{train,heldout}-00000.{bin,idx}`, further shards and `OUT/manifest.json` from the units in `results`,
+    in their order; of their documents those that `selection` keeps.
 
     DataError when a split that was asked for holds no document.
     """
@@ -41,10 +45,11 @@ def assemble(
     for split in SPLITS:
         if split == "heldout" and not (recipe.heldout_sources or recipe.heldout_fraction):
             continue
-        with ShardWriter(out / f"{split}-00000", dtype) as writer:
-            for index in sorted(results):
-                _append(writer, Path(f"{unit_prefix(folder, index)}.{split}"), results[index], split, dtype)
-            splits[split] = make_split(dtype.name, info, [writer.close()])
+        shards = _write_shards(folder, out, split, dtype, results, selection)
+        splits[split] = make_split(dtype.name, info, shards)
+    if selection is not None:
+        skipped.update(_left_out(recipe, pieces, splits, selection))
+    for split in splits:
         if splits[split].documents == 0:
             raise DataError(_nothing(split, recipe, pieces, skipped, examples))
     manifest = Manifest(
@@ -64,18 +69,67 @@ def assemble(
     return manifest
 
 
-def _append(writer: ShardWriter, prefix: Path, result: UnitResult, split: str, dtype: np.dtype) -> None:
-    """Copy one unit's files behind what the writer has, some documents at a time."""
-    if result.shards[split].documents == 0:
-        return
+def _write_shards(
+    folder: Path,
+    out: Path,
+    split: str,
+    dtype: np.dtype,
+    results: dict[int, UnitResult],
+    selection: Selection | None,
+) -> list[Shard]:
+    """The units' documents of one split, end to end, in files of about SHARD_TOKENS."""
+    left = deque(
+        index
+        for index in sorted(results)
+        if results[index].shards[split].documents and (selection is None or selection.mask((index, split)).any())
+    )
+    shards: list[Shard] = []
+    while left or not shards:
+        with ShardWriter(out / f"{split}-{len(shards):05d}", dtype) as writer:
+            while left and writer.tokens < SHARD_TOKENS:
+                index = left.popleft()
+                _append(writer, folder, index, split, dtype, results[index], selection)
+            shards.append(writer.close())
+    return shards
+
+
+def _append(
+    writer: ShardWriter,
+    folder: Path,
+    index: int,
+    split: str,
+    dtype: np.dtype,
+    result: UnitResult,
+    selection: Selection | None,
+) -> None:
+    """Copy one unit's documents behind what the writer has, some at a time."""
+    prefix = f"{unit_prefix(folder, index)}.{split}"
     tokens = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
     ends = np.fromfile(f"{prefix}.idx", dtype=INDEX_DTYPE).astype(np.int64)
-    begin = 0
-    for first in range(0, len(ends), COPIED_DOCUMENTS):
-        some = ends[first : first + COPIED_DOCUMENTS]
-        writer.add_many(tokens[begin : some[-1]], some - begin, 0)
-        begin = int(some[-1])
-    writer.text_bytes += result.shards[split].text_bytes
+    keep = None if selection is None else selection.mask((index, split))
+    first = begin = 0
+    while first < len(ends):
+        last = max(first + 1, int(np.searchsorted(ends, begin + COPIED_TOKENS, side="right")))
+        ids, some = tokens[begin : ends[last - 1]], ends[first:last] - begin
+        if keep is not None:
+            lengths = np.diff(some, prepend=0)
+            ids, some = ids[np.repeat(keep[first:last], lengths)], np.cumsum(lengths[keep[first:last]])
+        writer.add_many(ids, some, 0)
+        first, begin = last, int(ends[last - 1])
+    if selection is None:
+        writer.text_bytes += result.shards[split].text_bytes
+    else:
+        writer.text_bytes += int(selection.keys((index, split))["text_bytes"][keep].sum())
+
+
+def _left_out(
+    recipe: Recipe, pieces: list[dict[str, Any]], splits: dict[str, Split], selection: Selection
+) -> Counter[str]:
+    """Usable documents that do not stay: duplicates, and what the budget left out (read in a sample or not)."""
+    usable, kept = sum(piece["documents"] for piece in pieces), sum(split.documents for split in splits.values())
+    counts = Counter({"duplicate": selection.duplicates()})
+    counts["not_sampled" if recipe.sample == "documents" else "over_budget"] = usable - kept - counts["duplicate"]
+    return +counts
 
 
 def _skipped(pieces: list[dict[str, Any]]) -> tuple[Counter[str], list[dict[str, Any]]]:

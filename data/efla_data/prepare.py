@@ -26,10 +26,10 @@ from typing import Any
 from efla_data.assemble import assemble
 from efla_data.errors import DataError
 from efla_data.manifest import FILE_NAME, Manifest, TokenizerInfo, load_manifest
-from efla_data.progress import Progress, Watcher
+from efla_data.passes import tokenise
+from efla_data.progress import Progress
 from efla_data.readers import Tally, pydoc_topics, read_documents
 from efla_data.recipe import Recipe
-from efla_data.schedule import run_units
 from efla_data.sources import Piece, plan_units
 from efla_data.token_file import TokenFile, file_sha256
 from efla_data.tokenizer import (
@@ -43,7 +43,7 @@ from efla_data.tokenizer import (
 from efla_data.unit import is_held_out
 from efla_data.workers import INFO, PLAN, TOKENIZER
 
-PLAN_VERSION = 1  # of the files in OUT.partial
+PLAN_VERSION = 2  # of the files in OUT.partial
 TRAINING_BYTES = 1 << 28  # text from the beginning of the corpus that a tokenizer is trained on, at most
 
 
@@ -72,12 +72,11 @@ def prepare(
     with _locked(partial):
         _enter_plan(partial, recipe, units)
         info = _enter_tokenizer(partial, recipe, units)
-        watcher = Watcher([sum(piece.bytes for piece in unit) for unit in units], recipe.max_tokens, show)
-        results = run_units(partial, units, recipe.max_tokens, processes or available_cores(), watcher)
+        results, selection = tokenise(partial, recipe, units, processes or available_cores(), show)
         files = partial / "files"
         shutil.rmtree(files, ignore_errors=True)
         files.mkdir()
-        manifest = assemble(partial, files, recipe, units, results, info)
+        manifest = assemble(partial, files, recipe, units, results, info, selection)
         shutil.copytree(partial / TOKENIZER, files / TOKENIZER)
         _replace(files, out)
         shutil.rmtree(partial)
@@ -98,9 +97,10 @@ def _existing(out: Path, recipe: Recipe) -> Manifest | None:
         return None
     advice = "set overwrite=true to replace it, or another data.dir"
     manifest = load_manifest(out)
+    defaults = Recipe([]).to_dict()  # of choices that came after these files were made
     for key, value in recipe.to_dict().items():
-        if manifest.recipe.get(key) != value:
-            was = manifest.recipe.get(key)
+        was = manifest.recipe.get(key, defaults[key])
+        if was != value:
             raise DataError(
                 f"{out} was made with another data.{key.removeprefix('hub_')}: {was!r}, now {value!r}; {advice}"
             )

@@ -24,7 +24,10 @@ class Recipe:
     heldout_fraction  share of documents held out, chosen by hash of text and `split_seed`; None or 0 holds out
     nothing
     bos               put BOS before each document (EOS always ends one)
+    deduplicate       leave out a document whose text came before (held-out ones count as before all others)
     max_tokens        stop after the document that reaches this many training tokens
+    sample            which documents `max_tokens` keeps: "head", those at the beginning; "documents", a sample of the
+    whole corpus by hash of text and `split_seed`
     """
 
     sources: list[str]
@@ -37,7 +40,14 @@ class Recipe:
     heldout_fraction: float | None = None
     split_seed: int = 42
     bos: bool = False
+    deduplicate: bool = False
     max_tokens: int | None = None
+    sample: str = "head"
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether which documents stay is decided after all were read, by what is kept of each."""
+        return self.deduplicate or self.sample == "documents"
 
     def check(self) -> None:
         """DataError for values that cannot be meant."""
@@ -51,6 +61,10 @@ class Recipe:
             raise DataError(f"data.heldout_fraction: expected 0 <= fraction < 1, got {self.heldout_fraction}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise DataError(f"data.max_tokens: expected at least 1 or null, got {self.max_tokens}")
+        if self.sample not in ("head", "documents"):
+            raise DataError(f"data.sample: expected head or documents, got {self.sample!r}")
+        if self.sample == "documents" and self.max_tokens is None:
+            raise DataError("data.sample=documents: set data.max_tokens to the size of the sample")
         if self.tokenizer == "train" and not MIN_TRAINED_VOCABULARY <= self.vocab_size <= 1 << 20:
             expected = f"{MIN_TRAINED_VOCABULARY} (256 bytes, BOS, EOS) to {1 << 20}"
             raise DataError(f"data.vocab_size: expected {expected} for a trained tokenizer, got {self.vocab_size}")

@@ -1,59 +1,57 @@
-"""Which unit is processed when, by whom, and where a token budget ends."""
+"""Which unit is processed when, by whom, and how much of it."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from pathlib import Path
 
 from efla_data.progress import Watcher
 from efla_data.sources import Piece
-from efla_data.unit import UnitResult, load_result, unit_prefix
+from efla_data.unit import EVERY_HASH, Limits, UnitResult, load_result, unit_prefix
 from efla_data.workers import Job, Worker
 
-
-def run_units(
-    folder: Path, units: list[list[Piece]], max_tokens: int | None, processes: int, watcher: Watcher
-) -> dict[int, UnitResult]:
-    """Process every unit that is needed and not yet done; the results that count, by unit.
-
-    With `max_tokens` the training units count up to the one in which their sum, in order, reaches it; that one is cut
-    there (processed once more with what is left of the budget): the outcome does not depend on who was how fast.
-    """
-    queue = _Queue(folder, units, max_tokens, watcher)
-    processes = min(processes, len(queue.waiting))
-    if processes == 1:
-        job = Job(folder)
-        while (unit := queue.next()) is not None:
-            job.run(unit, max_tokens, watcher.report)
-            queue.done(unit)
-    elif processes > 1:
-        _run_workers(folder, queue, processes, max_tokens, watcher)
-    return _within_budget(folder, queue, max_tokens, watcher)
+MARGIN = 1.25  # how much more is tokenised for a sample than it is thought to need
 
 
-class _Queue:
-    """Units in order, with what is known of their tokens. Safe to use from several threads."""
+class Queue:
+    """All units in order, with what is known of their tokens. Safe to use from several threads."""
 
-    def __init__(self, folder: Path, units: list[list[Piece]], max_tokens: int | None, watcher: Watcher) -> None:
-        self.folder, self.max_tokens, self.watcher = folder, max_tokens, watcher
+    def __init__(self, folder: Path, units: list[list[Piece]], watcher: Watcher) -> None:
+        self.folder, self.watcher = folder, watcher
         self.training = [index for index, unit in enumerate(units) if not unit[0].heldout]
         self.heldout = [index for index, unit in enumerate(units) if unit[0].heldout]
         self.results: dict[int, UnitResult] = {}
         self.lock = threading.Lock()
         for index in range(len(units)):
             result = load_result(unit_prefix(folder, index))
-            if result is not None:
+            if result is not None and self.usable(result):
                 self.results[index] = result
                 watcher.skip(index, result.train_tokens)
         # held-out units first: they are needed in any case, and usually small
-        self.waiting = [index for index in self.heldout + self.training if index not in self.results]
+        self.waiting_heldout = deque(index for index in self.heldout if index not in self.results)
+        self.waiting = deque(index for index in self.training if index not in self.results)
 
-    def next(self) -> int | None:
-        """The next unit to process; None when there is none, or when training has enough."""
+    def usable(self, result: UnitResult) -> bool:
+        """Whether what an earlier run made of a unit will do."""
+        return True
+
+    def limits(self) -> Limits:
+        """How much of the next training unit to take."""
+        return Limits()
+
+    def enough(self) -> bool:
+        """Whether no further training unit is needed."""
+        return False
+
+    def next(self) -> tuple[int, Limits] | None:
+        """The next unit to process and how much of it; None when there is none, or when training has enough."""
         with self.lock:
-            if self.waiting and self.waiting[0] in self.training and self.enough():
+            if self.waiting_heldout:
+                return self.waiting_heldout.popleft(), Limits()
+            if self.enough():
                 self.waiting.clear()
-            return self.waiting.pop(0) if self.waiting else None
+            return (self.waiting.popleft(), self.limits()) if self.waiting else None
 
     def done(self, unit: int) -> None:
         """Take in the result of a unit."""
@@ -63,29 +61,83 @@ class _Queue:
             self.results[unit] = result
         self.watcher.finish(unit, sum(shard.text_bytes for shard in result.shards.values()))
 
+
+class HeadQueue(Queue):
+    """Training units until, without a gap, they reach `goal` tokens (counted are those that do, no further ones)."""
+
+    def __init__(self, folder: Path, units: list[list[Piece]], watcher: Watcher, goal: int, cut: bool) -> None:
+        self.goal, self.cut = goal, cut
+        self.count = self.tokens = 0
+        super().__init__(folder, units, watcher)
+
+    def limits(self) -> Limits:
+        """A unit that holds more than the goal is not read beyond it, if units may be cut."""
+        return Limits(self.goal if self.cut else None)
+
     def enough(self) -> bool:
-        """Whether the finished training units reach the budget without a gap before them."""
-        return self.max_tokens is not None and self.last_needed()[1] >= self.max_tokens
-
-    def last_needed(self) -> tuple[int, int]:
-        """(how many training units count, their tokens), up to the first gap or to the budget."""
-        tokens = 0
-        for count, unit in enumerate(self.training):
-            if unit not in self.results or (self.max_tokens is not None and tokens >= self.max_tokens):
-                return count, tokens
-            tokens += self.results[unit].train_tokens
-        return len(self.training), tokens
+        """Moves `count` and `tokens` on to the first gap, or to the goal."""
+        while self.tokens < self.goal and self.count < len(self.training):
+            result = self.results.get(self.training[self.count])
+            if result is None:
+                return False
+            self.count, self.tokens = self.count + 1, self.tokens + result.train_tokens
+        return True
 
 
-def _run_workers(folder: Path, queue: _Queue, processes: int, max_tokens: int | None, watcher: Watcher) -> None:
-    """One thread per worker process. The first error stops all; finished units stay."""
+class SampleQueue(Queue):
+    """All units, but of each training unit only documents whose hash is below a bound that will give `goal` tokens.
+
+    The bound is lowered as finished units tell how many tokens there are for a byte on disk. `least`: a bound that was
+    found to be needed; what was made with a lower one is made again.
+    """
+
+    def __init__(
+        self, folder: Path, units: list[list[Piece]], watcher: Watcher, goal: int, least: int | None = None
+    ) -> None:
+        self.goal, self.least = goal, least
+        self.weights = [max(sum(piece.bytes for piece in unit), 1) for unit in units]
+        super().__init__(folder, units, watcher)
+
+    def usable(self, result: UnitResult) -> bool:
+        """Whether enough of the unit was taken."""
+        return self.least is None or result.below >= self.least
+
+    def limits(self) -> Limits:
+        """All of the first units; then what MARGIN times the goal is thought to need."""
+        if self.least is not None:
+            return Limits(below=self.least)
+        known = [(self.results[unit], self.weights[unit]) for unit in self.training if unit in self.results]
+        seen = sum(result.below / EVERY_HASH * weight for result, weight in known)
+        tokens = sum(result.train_tokens for result, _ in known)
+        if not tokens:
+            return Limits()
+        total = tokens / seen * sum(self.weights[unit] for unit in self.training)
+        return Limits(below=min(EVERY_HASH, int(MARGIN * self.goal / total * EVERY_HASH)))
+
+
+def run_queue(queue: Queue, processes: int) -> None:
+    """Process every unit that the queue still wants. The first error stops all; finished units stay."""
+    processes = min(processes, len(queue.waiting_heldout) + len(queue.waiting))
+    if processes > 1:
+        _run_workers(queue, processes)
+    elif processes == 1:
+        job = Job(queue.folder)
+        while (request := queue.next()) is not None:
+            unit, limits = request
+            job.run(unit, limits, queue.watcher.report)
+            queue.done(unit)
+
+
+def _run_workers(queue: Queue, processes: int) -> None:
+    """One thread per worker process."""
     errors: list[BaseException] = []
-    workers = [Worker(folder) for _ in range(processes)]
+    workers = [Worker(queue.folder) for _ in range(processes)]
 
     def serve(worker: Worker) -> None:
         try:
-            while not errors and (unit := queue.next()) is not None:
-                worker.run(unit, max_tokens, watcher.report)
+            while not errors and (request := queue.next()) is not None:
+                unit, limits = request
+                worker.run(unit, limits, queue.watcher.report)
                 queue.done(unit)
         except Exception as error:  # handed to the main thread, which raises it
             errors.append(error)
@@ -106,11 +158,10 @@ def _run_workers(folder: Path, queue: _Queue, processes: int, max_tokens: int | 
         raise errors[0]
 
 
-def _within_budget(folder: Path, queue: _Queue, max_tokens: int | None, watcher: Watcher) -> dict[int, UnitResult]:
-    count, tokens = queue.last_needed()
-    counted = queue.training[:count]
-    if max_tokens is not None and tokens > max_tokens and count > 1:
-        last = counted[-1]
-        Job(folder).run(last, max_tokens - (tokens - queue.results[last].train_tokens), watcher.report)
+def cut_at_goal(queue: HeadQueue) -> None:
+    """Process the last unit that counts once more, up to the goal: its first pass may have gone further."""
+    if queue.enough() and queue.tokens > queue.goal and queue.count > 1:
+        last = queue.training[queue.count - 1]
+        left = queue.goal - (queue.tokens - queue.results[last].train_tokens)
+        Job(queue.folder).run(last, Limits(left), queue.watcher.report)
         queue.done(last)
-    return {unit: queue.results[unit] for unit in counted + queue.heldout}

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from efla_data.encode import TextEncoder
 from efla_data.manifest import SPLITS, Shard
 from efla_data.readers import Tally, pydoc_topics, read_documents
@@ -21,6 +23,17 @@ from efla_data.writer import ShardWriter
 
 REPORT_BYTES = 1 << 22  # text between two reports of progress
 Report = Callable[[int, int], None]  # (UTF-8 bytes of text, tokens) since the last report
+EVERY_HASH = 1 << 64
+# What is kept of each document where it is decided later which ones stay: 128 bits of its text's hash, its size.
+KEY_DTYPE = np.dtype([("high", "<u8"), ("low", "<u8"), ("text_bytes", "<u8")])
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of a unit to take: documents until so many training tokens, of those whose hash is below a bound."""
+
+    max_tokens: int | None = None
+    below: int = EVERY_HASH
 
 
 @dataclass
@@ -29,6 +42,7 @@ class UnitResult:
 
     shards: dict[str, Shard]
     pieces: list[dict[str, Any]] = field(default_factory=list)  # what each piece held, in order
+    below: int = EVERY_HASH  # `Limits.below` that it was made with
 
     @property
     def train_tokens(self) -> int:
@@ -49,42 +63,62 @@ def unit_prefix(folder: Path, index: int) -> Path:
     return folder / "units" / f"{index:06d}"
 
 
+def document_hash(text: bytes, recipe: Recipe) -> tuple[int, int]:
+    """128 bits that tell texts apart, as two numbers below 2^64; the first orders documents for a sample."""
+    digest = hashlib.blake2b(text, digest_size=16, key=f"document {recipe.split_seed}".encode()).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+
+
 def process_unit(
-    pieces: list[Piece], recipe: Recipe, encoder: TextEncoder, prefix: Path, max_tokens: int | None, report: Report
+    pieces: list[Piece], recipe: Recipe, encoder: TextEncoder, prefix: Path, limits: Limits, report: Report
 ) -> UnitResult:
     """Read, split, encode and write the documents of a unit to `PREFIX.{train,heldout}.{bin,idx}` and `PREFIX.json`.
 
-    Stops after the document that brings the training tokens to `max_tokens`. Files are written under names of this
-    process and renamed at the end, the JSON last: where it lies, the unit is complete.
+    Stops after the document that brings the training tokens to `limits.max_tokens`. Where `recipe.keeps_keys`, the
+    documents' keys go to `PREFIX.{train,heldout}.key`. Files are written under names of this process and renamed at the
+    end, the JSON last: where it lies, the unit is complete.
     """
     temporary = prefix.with_name(f"{prefix.name}.{os.getpid()}")
     writers = {split: ShardWriter(f"{temporary}.{split}", encoder.dtype) for split in SPLITS}
+    keys: dict[str, list[tuple[int, int, int]]] = {split: [] for split in SPLITS}
     entries: list[dict[str, Any]] = []
     text_bytes = tokens = 0
     try:
         for piece in pieces:
             tally = Tally()
             for text, encoded in read_documents(piece, recipe.text_field, tally):
-                held_out = piece.heldout or is_held_out(encoded, recipe)
+                split = "heldout" if piece.heldout or is_held_out(encoded, recipe) else "train"
+                text_bytes += len(encoded)
+                if recipe.keeps_keys:
+                    high, low = document_hash(encoded, recipe)
+                    if high >= limits.below and not piece.heldout:
+                        continue
+                    keys[split].append((high, low, len(encoded)))
                 ids = encoder.encode(text)
-                writers["heldout" if held_out else "train"].add(ids, len(encoded))
-                text_bytes, tokens = text_bytes + len(encoded), tokens + len(ids)
+                writers[split].add(ids, len(encoded))
+                tokens += len(ids)
                 if text_bytes >= REPORT_BYTES:
                     report(text_bytes, tokens)
                     text_bytes = tokens = 0
-                if max_tokens is not None and writers["train"].tokens >= max_tokens:
+                if limits.max_tokens is not None and writers["train"].tokens >= limits.max_tokens:
                     break
             entries.append(_describe(piece, tally))
-            if max_tokens is not None and writers["train"].tokens >= max_tokens:
+            if limits.max_tokens is not None and writers["train"].tokens >= limits.max_tokens:
                 break
         report(text_bytes, tokens)
         shards = {split: writer.close() for split, writer in writers.items()}
     finally:
         for writer in writers.values():
             writer.__exit__()
-    result = UnitResult(shards, entries)
+    suffixes = ["bin", "idx"]
+    if recipe.keeps_keys:
+        suffixes.append("key")
+        for split in SPLITS:
+            np.array(keys[split], dtype=KEY_DTYPE).tofile(f"{temporary}.{split}.key")
+    result = UnitResult(shards, entries, limits.below)
+    Path(f"{prefix}.json").unlink(missing_ok=True)  # of an earlier pass over this unit: its files go now
     for split in SPLITS:
-        for suffix in ("bin", "idx"):
+        for suffix in suffixes:
             os.replace(f"{temporary}.{split}.{suffix}", f"{prefix}.{split}.{suffix}")
     with open(f"{temporary}.json", "w", encoding="utf-8") as handle:
         json.dump(dataclasses.asdict(result), handle)
@@ -98,7 +132,7 @@ def load_result(prefix: Path) -> UnitResult | None:
     if not path.is_file():
         return None
     raw = json.loads(path.read_text(encoding="utf-8"))
-    return UnitResult({split: Shard(**shard) for split, shard in raw["shards"].items()}, raw["pieces"])
+    return UnitResult({split: Shard(**shard) for split, shard in raw["shards"].items()}, raw["pieces"], raw["below"])
 
 
 def _describe(piece: Piece, tally: Tally) -> dict[str, Any]:

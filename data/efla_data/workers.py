@@ -1,6 +1,6 @@
 """Worker processes for `prepare`: each is `python -m efla_data.workers FOLDER`, fed with unit numbers over a pipe.
 
-One line of JSON each way: {"unit": i, "max_tokens": n} in; {"bytes": .., "tokens": ..} while it works and {"done": i}
+One line of JSON each way: {"unit": i} with its limits in; {"bytes": .., "tokens": ..} while it works and {"done": i}
 or {"error": ..} out. Plain subprocesses rather than multiprocessing, which would import the caller's main module (torch
 and all) once more in every worker.
 """
@@ -8,6 +8,7 @@ and all) once more in every worker.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from efla_data.manifest import TokenizerInfo
 from efla_data.recipe import Recipe
 from efla_data.sources import Piece
 from efla_data.tokenizer import find_tokenizer
-from efla_data.unit import Report, process_unit, unit_prefix
+from efla_data.unit import Limits, Report, process_unit, unit_prefix
 
 PLAN, INFO, TOKENIZER = "plan.json", "tokenizer_info.json", "tokenizer"  # names in OUT.partial
 
@@ -38,9 +39,9 @@ class Job:
         info = TokenizerInfo(**json.loads((folder / INFO).read_text(encoding="utf-8")))
         self.encoder = TextEncoder(find_tokenizer(str(folder / TOKENIZER)).backend, info)
 
-    def run(self, unit: int, max_tokens: int | None, report: Report) -> None:
+    def run(self, unit: int, limits: Limits, report: Report) -> None:
         """Process one unit; its result lies in the folder afterwards."""
-        process_unit(self.units[unit], self.recipe, self.encoder, unit_prefix(self.folder, unit), max_tokens, report)
+        process_unit(self.units[unit], self.recipe, self.encoder, unit_prefix(self.folder, unit), limits, report)
 
 
 class Worker:
@@ -56,11 +57,11 @@ class Worker:
             env=environment,
         )
 
-    def run(self, unit: int, max_tokens: int | None, report: Report) -> None:
+    def run(self, unit: int, limits: Limits, report: Report) -> None:
         """Have one unit processed. DataError and OSError of the worker are raised here; so is its death."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # the loop below finds out why
-            print(json.dumps({"unit": unit, "max_tokens": max_tokens}), file=self.process.stdin, flush=True)
+            print(json.dumps({"unit": unit, **dataclasses.asdict(limits)}), file=self.process.stdin, flush=True)
         for line in self.process.stdout:
             message = json.loads(line)
             if "done" in message:
@@ -99,7 +100,8 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            job.run(request["unit"], request["max_tokens"], lambda size, tokens: send(bytes=size, tokens=tokens))
+            limits = Limits(request["max_tokens"], request["below"])
+            job.run(request["unit"], limits, lambda size, tokens: send(bytes=size, tokens=tokens))
         except BrokenPipeError:
             return
         except DataError as error:

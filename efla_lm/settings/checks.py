@@ -80,11 +80,6 @@ def check_data(data: DataSettings) -> None:
 def check_prepare(settings: PrepareSettings) -> None:
     """All checks of a preparation. Raises UserError."""
     _positive("processes", settings.processes)
-    if settings.data.mixture:
-        raise UserError(
-            f"data.mixture={settings.data.mixture} is made of token files that are there: prepare each of them by "
-            "itself (data=NAME data.dir=FOLDER), with one tokenizer"
-        )
     check_data(settings.data)
 
 
