@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,7 @@ A_RANGE: dict[type[nn.Module], tuple[float, float]] = {Decay: (0.0, 16.0), Mamba
 # Steps dt of the decay start log-uniform between these, as in Mamba-2 and Gated DeltaNet.
 DT_RANGE = (1e-3, 1e-1)
 DT_FLOOR = 1e-4
+DRAWING = min(16, os.cpu_count() or 1)  # threads that draw
 
 
 def initial_value(
@@ -67,18 +71,28 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
     config = model.config
     if config.tie_word_embeddings:
         model.tie_weights()
-    seen: set[int] = set()
+    parameters: dict[int, tuple[str, nn.Module, str, Tensor]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
             full_name = canonical_name(f"{prefix}.{name}" if prefix else name)
             if parameter.is_meta:
                 raise ValueError(f"parameter {full_name} is on the meta device; call model.to_empty(device=...) first")
-            generator = torch.Generator().manual_seed(name_seed(seed, full_name))
-            value = initial_value(module, name, parameter.shape, config.initializer_range, generator)
-            copy_value(parameter, value)
+            parameters.setdefault(id(parameter), (full_name, module, name, parameter))
+
+    def draw(full_name: str, module: nn.Module, name: str, parameter: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(name_seed(seed, full_name))
+        return initial_value(module, name, parameter.shape, config.initializer_range, generator)
+
+    # a generator draws on one core, and there is one for each name: seconds for a large model, unless side by side
+    with ThreadPoolExecutor(DRAWING) as pool:
+        waiting: deque[tuple[Tensor, Future[Tensor]]] = deque()
+        for entry in parameters.values():
+            waiting.append((entry[3], pool.submit(draw, *entry)))
+            if len(waiting) > DRAWING:  # no more in memory than are drawn at once
+                parameter, value = waiting.popleft()
+                copy_value(parameter, value.result())
+        for parameter, value in waiting:
+            copy_value(parameter, value.result())
 
 
 def canonical_name(name: str) -> str:
