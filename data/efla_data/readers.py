@@ -13,6 +13,7 @@ would go unnoticed.
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import gzip
 import io
 import json
@@ -20,10 +21,11 @@ import lzma
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from efla_data.errors import DataError
-from efla_data.sources import Piece, open_hub, parse_hub
+from efla_data.sources import Piece, file_piece, open_hub, parse_hub
 
 REASONS = ("empty", "bad_utf8", "bad_json", "missing_field", "not_text", "bad_unicode")
 EXAMPLES = 20  # per piece, and in the manifest
@@ -185,6 +187,38 @@ def _hub(piece: Piece, text_field: str, tally: Tally) -> Iterator[Any]:
         if value is None:
             tally.skip(piece.path, "missing_field")
         yield value
+
+
+def read_records(path: Path) -> Iterator[list[str]]:
+    """All strings of every record of a file, whatever their fields: JSON lines, parquet rows, or a text file as one.
+
+    Unlike `read_documents` it wants the file whole: DataError for a line that cannot be read.
+    """
+    piece = file_piece(str(path), heldout=False)
+    if piece.kind == "txt":
+        yield [text for text in _txt(piece, Tally()) if text]
+    elif piece.kind == "parquet":
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                yield from (list(_strings(row)) for row in batch.to_pylist())
+    else:
+        whole = dataclasses.replace(piece, stop=piece.bytes)
+        for number, line in enumerate(_lines(whole), start=1):
+            if line.strip():
+                try:
+                    yield list(_strings(json.loads(line)))
+                except ValueError as error:
+                    raise DataError(f"{path}: line {number} is no JSON ({error})") from error
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _strings(item)
 
 
 def open_file(piece: Piece) -> BinaryIO:

@@ -71,32 +71,37 @@ def _expand(sources: list[str], recipe: Recipe, heldout: bool) -> list[Piece]:
         elif source.startswith("hub:"):
             pieces += _hub_shards(source, recipe, heldout)
         else:
-            for path in _files(source):
+            for path in find_files(source):
                 if os.path.realpath(path) not in seen:
                     seen.add(os.path.realpath(path))
-                    pieces.append(_file_piece(path, heldout))
+                    pieces.append(file_piece(path, heldout))
     return pieces
 
 
-def _files(source: str) -> list[str]:
-    """A file as it is; the files of a known kind in a folder (all levels) or matching a glob, sorted by path."""
+def find_files(source: str, key: str = "data.sources") -> list[str]:
+    """A file as it is; the files of a known kind in a folder (all levels) or matching a glob, sorted by path.
+
+    DataError, naming `key`, where there is none.
+    """
     path = Path(source).expanduser().absolute()
     if path.is_dir():
         found = [str(item) for item in path.rglob("*") if item.is_file() and _suffixes(item.name)[0] in KINDS]
         if not found:
-            raise DataError(f"data.sources: no file of a known kind ({_known()}) in folder {path}")
+            raise DataError(f"{key}: no file of a known kind ({_known()}) in folder {path}")
         return sorted(found)
     if path.exists():
         if _suffixes(path.name)[0] not in KINDS:
-            raise DataError(f"data.sources: {path} is of an unknown kind, expected {_known()}")
+            raise DataError(f"{key}: {path} is of an unknown kind, expected {_known()}")
         return [str(path)]
     if glob.has_magic(source):
         matches = glob.glob(str(path), recursive=True)
         found = [match for match in matches if os.path.isfile(match) and _suffixes(match)[0] in KINDS]
         if not found:
-            raise DataError(f"data.sources: no file of a known kind ({_known()}) matches {path}")
+            raise DataError(f"{key}: no file of a known kind ({_known()}) matches {path}")
         return sorted(found)
-    raise DataError(f"data.sources: {path} does not exist (hub data sets are written hub:NAME)")
+    raise DataError(
+        f"{key}: {path} does not exist" + (" (hub data sets are written hub:NAME)" if key == "data.sources" else "")
+    )
 
 
 def _suffixes(name: str) -> tuple[str, str]:
@@ -111,7 +116,8 @@ def _known() -> str:
     return f"{', '.join(KINDS)}; all but parquet also {', '.join(COMPRESSIONS)}"
 
 
-def _file_piece(path: str, heldout: bool) -> Piece:
+def file_piece(path: str, heldout: bool) -> Piece:
+    """A whole file as one piece."""
     kind, compression = _suffixes(path)
     if kind == ".parquet" and compression:
         raise DataError(f"data.sources: {path}: parquet is compressed inside, unpack the {compression} around it")

@@ -44,17 +44,21 @@ class Job:
         process_unit(self.units[unit], self.recipe, self.encoder, unit_prefix(self.folder, unit), limits, report)
 
 
+def worker_environment() -> dict[str, str]:
+    """What a subprocess needs to import what this process imports."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
 class Worker:
     """One subprocess; `run` blocks until its unit is done."""
 
     def __init__(self, folder: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "efla_data.workers", str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=worker_environment(),
         )
 
     def run(self, unit: int, limits: Limits, report: Report) -> None:
