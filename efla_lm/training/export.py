@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers.utils import logging
@@ -36,19 +38,29 @@ def export_checkpoint(step_dir: Path, out: Path) -> Path:
     tokenizer = tokenizer_dir(step_dir)
     if not tokenizer.is_dir():
         raise UserError(f"{tokenizer}: the tokenizer of {step_dir} is missing, so the export would be incomplete")
-    if out.exists() and not (out / "config.json").is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: holds something else than an export; choose another folder")
     model = load_model(step_dir)
-    partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    partial.mkdir(parents=True)
-    try:
+    with whole_folder(out) as partial:
         logging.disable_progress_bar()  # one bar per file, drawn over the live line of training
         model.save_pretrained(partial)
         shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
+    return out
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `out` once the block is done, in place of an older export.
+
+    Raises UserError if `out` holds anything but an export.
+    """
+    if out.exists() and not (out / "config.json").is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: holds something else than an export; choose another folder")
+    partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
         if out.exists():
             os.rename(out, partial.with_suffix(".old"))
         os.rename(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(partial.with_suffix(".old"), ignore_errors=True)
-    return out

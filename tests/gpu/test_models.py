@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from efla_lm import EflaForCausalLM
+from efla_lm.models.conversion import from_layout
 from tests.models.tiny import MODELS, VOCABULARY, left_padded, perturb, tiny_model, tokens
 
 pytestmark = [
@@ -82,40 +83,12 @@ def fla_model(mixer: str) -> torch.nn.Module:
     return model.cuda().eval()
 
 
-def converted(source: dict[str, Tensor], mixer: str) -> dict[str, Tensor]:
-    """fla's parameters under our names: q, k, v and gate, up are single matrices here."""
-    if mixer == "mamba2":
-        renamed = {}
-        for name, value in source.items():
-            name = name.replace("backbone.norm_f.", "model.norm.").replace("backbone.", "model.")
-            name = name.replace(".conv1d.", ".conv.")
-            if name.startswith("model.layers.") and ".mixer." not in name:
-                name = name.replace(".norm.", ".mixer_norm.")
-            renamed[name] = value.squeeze(1) if name.endswith("conv.weight") else value
-        return renamed
-    state = {name: value for name, value in source.items() if ".layers." not in name}
-    for name, value in source.items():
-        if ".layers." not in name:
-            continue
-        new = name.replace(".attn_norm.", ".mixer_norm.").replace(".attn.", ".mixer.")
-        new = new.replace(".A_log", ".decay.A_log").replace(".dt_bias", ".decay.dt_bias")
-        if ".q_proj." in name or ".q_conv1d." in name:
-            parts = [source[name.replace(".q_", f".{x}_")].squeeze() for x in "qkv"]
-            state[new.replace(".q_proj.", ".qkv_proj.").replace(".q_conv1d.", ".qkv_conv.")] = torch.cat(parts)
-        elif ".gate_proj." in name:
-            up = source[name.replace(".gate_proj.", ".up_proj.")]
-            state[new.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat((value, up))
-        elif not any(part in name for part in (".k_proj.", ".v_proj.", ".k_conv1d.", ".v_conv1d.", ".up_proj.")):
-            state[new] = value
-    return state
-
-
 @pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet", "mamba2"])
 def test_models_are_those_of_fla(mixer: str) -> None:
     """In fp32 on a short prompt (fla's recurrent kernels), in bf16 on a long one (its chunked kernels)."""
     theirs = fla_model(mixer)
     ours = tiny_model(mixer, backend="torch").cuda()
-    ours.load_state_dict(converted(theirs.state_dict(), mixer))
+    ours.load_state_dict(from_layout(theirs.config.to_dict(), theirs.state_dict())[1])
     short, long = tokens(2, 60).cuda(), tokens(2, 200).cuda()
     with torch.no_grad():
         torch.testing.assert_close(ours(short).logits, theirs(short).logits, rtol=1e-3, atol=1e-3)
