@@ -181,7 +181,15 @@ def _hub(piece: Piece, text_field: str, tally: Tally) -> Iterator[Any]:
     if stream.column_names and text_field not in stream.column_names:
         have = ", ".join(stream.column_names)
         raise DataError(f"{piece.path}: no column {text_field!r} (it has {have}): set data.text_field")
-    for row in stream.shard(num_shards=piece.stop, index=piece.start):
+    rows = iter(stream.shard(num_shards=piece.stop, index=piece.start))
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # the network, the hub, or what it holds: named, and not lost for the run
+            where = f"{piece.path} shard {piece.start + 1} of {piece.stop}, after {tally.records} rows"
+            raise DataError(f"{where}: {error}; finished parts are kept, run the command again") from error
         tally.records += 1
         value = row.get(text_field)
         if value is None:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import gzip
 import lzma
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from efla_data import sources
+from efla_data import readers, sources
 from efla_data.errors import DataError
+from efla_data.prepare import prepare
 from efla_data.readers import Tally, read_documents
 from efla_data.recipe import Recipe
 from efla_data.sources import Piece, parse_hub, plan_units
 
-from tests.data.material import jsonl, many_texts
+from tests.data.material import documents, jsonl, many_texts, sentencepiece_folder
 
 TEXTS = many_texts(60)
 
@@ -181,6 +182,63 @@ def test_hub_data_set_is_streamed_shard_by_shard(tmp_path: Path) -> None:
     assert read([f"hub:{tmp_path}"]) == TEXTS
     with pytest.raises(DataError, match="could not be opened"):
         plan_units(Recipe([f"hub:{tmp_path}::test"]))
+
+
+HUB_CONFIGS = ("slimpajama", "slimpajama_6b", "fineweb_edu", "fineweb_edu_100bt", "wikitext103")
+
+
+@pytest.mark.parametrize("name", HUB_CONFIGS)
+def test_stored_hub_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Each stored recipe, with a local stand-in for the hub: names, splits and columns reach `datasets`, one commit."""
+    import huggingface_hub
+
+    from efla_lm.settings import PrepareSettings, compose
+    from scripts.prepare import make_recipe
+
+    recipe = make_recipe(compose("prepare", [f"data={name}"], PrepareSettings))
+    asked: set[tuple[str, ...]] = set()
+
+    def open_stand_in(repository: str, config: str, split: str, revision: str | None) -> object:
+        import datasets
+
+        asked.add((repository, config, split, str(revision)))
+        rows = {recipe.text_field: [f"{split} {n}" for n in range(6)], "other": list(range(6))}
+        return datasets.Dataset.from_dict(rows).to_iterable_dataset(num_shards=3)
+
+    class Hub:
+        def dataset_info(self, repository: str) -> object:
+            return type("Info", (), {"sha": f"commit of {repository}"})
+
+    for module in (sources, readers):
+        monkeypatch.setattr(module, "open_hub", open_stand_in)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    recipe = Recipe(**{**recipe.to_dict(), "tokenizer": str(sentencepiece_folder(tmp_path / "tokenizer"))})
+    if recipe.heldout_fraction:
+        recipe = Recipe(**{**recipe.to_dict(), "heldout_fraction": 0.5})
+    manifest = prepare(recipe, tmp_path / "out", processes=1)
+    repository, *config = recipe.sources[0].removeprefix("hub:").split(":")
+    expected = {(repository, "".join(config), "train", f"commit of {repository}")}
+    if recipe.heldout_sources:
+        expected.add((repository, "".join(config), "validation", f"commit of {repository}"))
+        assert documents(tmp_path / "out", "heldout") == [f"validation {n}" for n in range(6)]
+        assert documents(tmp_path / "out", "train") == [f"train {n}" for n in range(6)]
+    assert asked == expected
+    assert {source["revision"] for source in manifest.sources} == {f"commit of {repository}"}
+
+
+def test_stream_that_breaks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def rows() -> Iterator[dict[str, str]]:
+        yield {"text": "the cat"}
+        raise ConnectionError("reset by peer")
+
+    monkeypatch.setattr(readers, "open_hub", lambda *_: datasets.IterableDataset.from_generator(rows))
+    piece = Piece("hub:org/name::train", "hub", "", False, 0, 0, 0, 1, "abc")
+    with pytest.raises(
+        DataError, match="hub:org/name::train shard 1 of 1, after 1 rows: reset by peer; finished parts"
+    ):
+        list(readers.read_documents(piece, "text", readers.Tally()))
 
 
 def test_hub_names() -> None:
