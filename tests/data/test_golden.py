@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from efla_data.loader import IGNORE, SequentialLoader
+from efla_data.packed import PackedWindows
 from efla_data.prepare import prepare
 from efla_data.recipe import Recipe
 from efla_data.token_file import TokenFile
@@ -95,6 +98,44 @@ def test_text_bytes_are_those_of_the_text(corpus: Path, tmp_path: Path) -> None:
     manifest = prepare(recipe, tmp_path / "out", processes=1)
     texts = [json.loads(line)["text"] for line, ids in LINES if isinstance(ids, list)] + ["the"]
     assert manifest.splits["train"].text_bytes == sum(len(text.encode()) for text in texts)
+
+
+def test_the_same_file_twice_without_duplicates(corpus: Path, tmp_path: Path) -> None:
+    """Odd documents that differ in a space alone are different ones; a second copy of the file adds nothing."""
+    again = corpus / "again.jsonl"
+    again.write_bytes((corpus / "odd.jsonl").read_bytes())
+    sources = [str(corpus / "odd.jsonl"), str(again)]
+    recipe = Recipe(sources, tokenizer=str(corpus / "tokenizer"), deduplicate=True)
+    manifest = prepare(recipe, tmp_path / "out", processes=1)
+    file = TokenFile.open(tmp_path / "out", verify=True)
+    assert [file.document(number).tolist() for number in range(file.num_documents)] == expected(False)
+    assert manifest.skipped["duplicate"] == len(expected(False))
+    assert manifest.skipped["empty"] == 2 * sum(why == "empty" for _, why in LINES)
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("context", [7, 64])
+def test_golden_windows_of_whole_documents(corpus: Path, tmp_path: Path, bos: bool, context: int) -> None:
+    """Row C19: each document once, opened by BOS or EOS, closed by EOS, cut where it is longer than the context."""
+    recipe = Recipe([str(corpus / "odd.jsonl")], tokenizer=str(corpus / "tokenizer"), bos=bos)
+    prepare(recipe, tmp_path / "out", processes=1)
+    wanted = []
+    for document in expected(bos):
+        sequence = document if bos else [EOS, *document]
+        for start in range(0, len(sequence) - 1, context):
+            piece = sequence[start : start + context + 1]
+            wanted.append((piece[:-1], piece[1:]))
+    assert len(wanted) > len(expected(bos)) + 1000 // context
+    loader = SequentialLoader(PackedWindows(TokenFile.open(tmp_path / "out"), context), 4)
+    got = []
+    for index in range(loader.num_batches):
+        batch = loader.batch(index)
+        assert batch.cu_seqlens is not None
+        for a, b in pairwise(batch.cu_seqlens.tolist()):
+            inputs, targets = batch.input_ids[0, a:b].tolist(), batch.targets[0, a:b].tolist()
+            if targets and targets != [IGNORE] * len(targets):
+                got.append((inputs, targets))
+    assert sorted(got) == sorted(wanted)
 
 
 @pytest.mark.parametrize("template", [False, True])
