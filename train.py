@@ -191,8 +191,7 @@ def facts(run: Run, backend: str) -> dict[str, object]:
         "training": f"{b.steps:,} updates of {b.batch_tokens:,} tokens = {b.total_tokens:,} tokens",
         "batch": f"{b.windows} windows of {b.context}: {world.size} rank(s) x {b.micro_steps} micro x {b.micro_batch}",
         "devices": f"{world.size} x {device}, {s.train.precision}, {run.replicas} replica(s) of {shards} shard(s)",
-        "passes": f"{'replayed from CUDA graphs' if isinstance(run.passes, GraphedPasses) else 'launched one by one'}, "
-        f"activation checkpointing {s.train.activation_checkpointing}",
+        "passes": "replayed from CUDA graphs" if isinstance(run.passes, GraphedPasses) else "launched one by one",
         "schedule": schedule.describe(s.schedule, b.total_tokens, b.batch_tokens),
         "start": f"update {run.start.step} from {run.resumed_from}" if run.resumed_from else f"new, seed {s.seed}",
         "run": run.directory.path,

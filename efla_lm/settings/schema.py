@@ -132,9 +132,10 @@ class LoopSettings:
         None, "compile the blocks (torch.compile); null: on a GPU, but not packed documents by the torch backend"
     )
     activation_checkpointing: str = key(
-        "none",
-        "selective: the backward pass computes all but products and mixer ops again; full: whole blocks",
-        choices=("none", "selective", "full"),
+        "auto",
+        "selective: the backward pass computes all but products and mixer ops again; full: whole blocks; auto: "
+        "selective in compiled blocks, else none",
+        choices=("auto", "none", "selective", "full"),
     )
     cuda_graphs: str = key(
         "auto", "replay forward and backward as CUDA graphs; auto: on one GPU", choices=("auto", "on", "off")

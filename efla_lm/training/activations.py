@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Forward = Callable[..., torch.Tensor]
+KINDS = ("none", "selective", "full")
 
 aten = torch.ops.aten
 PRODUCTS = {
@@ -30,6 +32,12 @@ PRODUCTS = {
 }
 
 
+def kind_of_checkpointing(setting: str, compiled: bool) -> str:
+    """What `train.activation_checkpointing` means. `auto` is selective where blocks are compiled: there it costs little
+    time, while outside of a compiled graph every operation would ask Python what to do."""
+    return ("selective" if compiled else "none") if setting == "auto" else setting
+
+
 def selective_policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
     """Save products and the mixers' ops, compute the rest again."""
     is_mixer = getattr(op, "namespace", "") == "efla_kernels" and "convolution" not in op.__name__
@@ -38,10 +46,14 @@ def selective_policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPol
 
 def keeping(forward: Forward, kind: str) -> Forward:
     """`forward` with `kind` of the table above. Compiled afterwards, the choice is part of the compiled graph."""
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
     if kind == "none":
         return forward
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind == "selective":
+        # torch warns that operations in place would be computed twice: there are none in a block
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_not_about_context_fn)
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, selective_policy)
 
     @functools.wraps(forward)
@@ -52,3 +64,7 @@ def keeping(forward: Forward, kind: str) -> Forward:
         return result
 
     return kept
+
+
+def _is_not_about_context_fn(record: logging.LogRecord) -> bool:
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()

@@ -18,7 +18,7 @@ from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
 from efla_lm.models.mixers import MIXER_CLASSES
 from efla_lm.settings import TrainSettings
 from efla_lm.training import corpus
-from efla_lm.training.activations import keeping
+from efla_lm.training.activations import keeping, kind_of_checkpointing
 from efla_lm.training.budget import Budget
 from efla_lm.training.checkpoint import check_identity, checkpoints_in, fault_in, find_checkpoint, read_meta
 from efla_lm.training.distributed import World, hold_whole, is_single, shard_model
@@ -67,8 +67,9 @@ def build_model(settings: TrainSettings, config: EflaConfig, world: World, mesh:
     with torch.device("meta"):
         model = EflaForCausalLM(config)
     compiled = compiles(settings, backend_in_use(config, world.device), world.device)
+    kind = kind_of_checkpointing(settings.train.activation_checkpointing, compiled)
     for block in model.model.layers:
-        block.forward = keeping(block.forward, settings.train.activation_checkpointing)
+        block.forward = keeping(block.forward, kind)
         if compiled:
             # the forward alone: the hooks of sharding stay outside of the compiled graph, one for all blocks
             block.forward = torch.compile(block.forward, fullgraph=True)

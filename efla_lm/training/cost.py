@@ -8,10 +8,11 @@ Memory of one device in bytes, as torch counts what it has allocated:
 
     weights       4 P / s        fp32 masters
     optimizer     8 P / s        two fp32 moments of AdamW
-    gathered      b P            s = 1: the compute copy of all weights stays
-                  b (P_0 + 2 P_b)  s > 1: the root group, the block at work and the next one
-    gradients     4 P / s        fp32, reduced; with several micro-batches 4 P more, which add up unsharded
-    activations   b m (L a + 2 D)  a elements per token and block, see `saved_per_token`; with activation checkpointing
+    gathered      b P            s = 1: the compute copy of all weights stays, kept by FSDP or for the backward pass
+                  b (P_0 + 2 P_b)  s > 1: the root group, the block at work and the next one; one process that casts
+                  weights again in the backward pass (selective, full): the head and 2 P_b
+    gradients     4 P / s        fp32, reduced; with several micro-batches and FSDP 4 P more, which add up unsharded
+    activations   b m (L a + 2 D)  a elements per token and block, see `saved_per_token`; full activation checkpointing:
                   b m ((L + 2) D + a)   each block's input, and one block's elements while it is recomputed
     loss          max(4 R V, b V D) + 4 V D + b m D   R = 2048 rows of logits at a time, whose gradient takes their
                   place; the head's gradient (fp32 sums, and their copy once the logits are gone), the hidden states'
@@ -56,35 +57,42 @@ GPUS = {
 }
 
 
-def saved_per_token(config: EflaConfig, compiled: bool = True) -> float:
+def saved_per_token(config: EflaConfig, compiled: bool = True, keeping: str = "none") -> float:
     """a: elements of the compute type that one block keeps per token for its backward pass.
 
     Compiled blocks keep the inputs of matrix products and ops, and what cannot be had from them without another
-    product; the tests read the same list from the graph that torch.compile cuts (fp32 numbers count twice):
+    product; the tests read the same list from the graph that torch.compile cuts (fp32 numbers count twice). What is in
+    brackets is not kept with keeping="selective" (`efla_lm.training.activations`):
 
-        every block       2 D (its input, the normed input)
-        with SwiGLU       2 D (projected mixer output, the normed stream) + 3 F (gate and up, their product)
-        delta rules       3 A (before the convolution) + 3 A (q, k, v) + 2 A (output, normed) + A with an output gate
-                          + H (2 C + K V / C + V + 6, gated: 8)  (inverse and scores, states, solved rows, gates' table)
+        every block       D (its input) [+ D (normed)]
+        with SwiGLU       D (projected mixer output) [+ D (the normed stream)] + 2 F (gate and up) [+ F (their product)]
+        delta rules       3 A (before the convolution) [+ 3 A (q, k, v)] + A (output) [+ A (normed)] + A with an output
+                          gate + H (2 C + table)  (inverse and scores; the gates' table of 6 numbers, gated: 8)
+                          + H (K V / C + V)       (chunk states, solved rows; not with backend=triton_recompute)
         attention         3 A (q, k, v) + A (output) + 2 H (log-sums)
-        Mamba-2           2 E + 2 G N + heads (projection) + E + 2 G N (after the convolution) + 2 E (output, normed)
-                          + 984 per head: the chunked PyTorch form, read from its graph for heads of 64 x 128
+        Mamba-2           2 E + 2 G N + heads (projection) [+ E + 2 G N (after the convolution) + 2 E (output, normed)
+                          + 984 per head: the chunked PyTorch form, read from its graph for heads of 64 x 128]
 
-    Blocks that are not compiled keep F more (SiLU of the gate).
+    Blocks that are not compiled keep F more (SiLU of the gate), unless selective.
     """
     D, A, F, H = config.hidden_size, config.key_size, config.intermediate_size, config.num_heads
+    again = keeping == "selective"  # what is cheap is computed again
     mixer: float
     if config.mixer == "mamba2":
         E, narrow = config.inner_size, 2 * config.num_groups * config.state_size
-        mixer = (2 * E + narrow + config.mamba_heads) + (E + narrow) + 2 * E + 984 * config.mamba_heads
+        mixer = 2 * E + narrow + config.mamba_heads
+        mixer += 0 if again else (E + narrow) + 2 * E + 984 * config.mamba_heads
     elif config.mixer in DELTA_MIXERS:
         K = V = config.head_dim
         table = 6 if config.mixer in ("efla", "deltanet") else 8
-        mixer = 8 * A + (A if config.output_gate else 0) + H * (2 * CHUNK + K * V / CHUNK + V + table)
+        mixer = (4 if again else 8) * A + (A if config.output_gate else 0) + H * (2 * CHUNK + table)
+        mixer += 0 if config.backend == "triton_recompute" else H * (K * V / CHUNK + V)
     else:
         mixer = 4 * A + 2 * H
-    elements: float = 2 * D + mixer + (2 * D + 3 * F if config.mlp else 0)
-    if not compiled:
+    elements: float = (1 if again else 2) * D + mixer
+    if config.mlp:
+        elements += D + 2 * F if again else 2 * D + 3 * F
+    if not compiled and not again:
         elements += F if config.mlp else 0
     return float(elements)
 
@@ -128,29 +136,37 @@ def memory(
     shards: int = 1,
     micro_steps: int = 1,
     precision: str = "bf16",
-    checkpointing: bool = False,
+    keeping: str = "none",
     compiled: bool = True,
+    whole: bool = False,
 ) -> Memory:
-    """The table of the module for one device that takes `micro_tokens` at once and holds 1 / `shards` of the state."""
+    """The table of the module for one device that takes `micro_tokens` at once and holds 1 / `shards` of the state.
+
+    keeping: none, selective or full (`train.activation_checkpointing`). whole: one process, without FSDP.
+    """
     b, m = 2 if precision == "bf16" else 4, micro_tokens
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
     P = count_parameters(config)
     root = V * D * (1 if config.tie_word_embeddings else 2) + D
     block = (P - root) / L
-    a = saved_per_token(config, compiled)
-    if checkpointing:
-        activations = b * m * ((L + 2) * D + a)
-        held = b * m * (2 * D + a)
+    one_block = saved_per_token(config, compiled)  # while its backward pass is at work
+    if keeping == "full":
+        activations = b * m * ((L + 2) * D + one_block)
+        held = b * m * (2 * D + one_block)
     else:
-        activations = b * m * (L * a + 2 * D)
-        held = b * m * a
+        activations = b * m * (L * saved_per_token(config, compiled, keeping) + 2 * D)
+        held = b * m * one_block
     accumulates = micro_steps > 1
+    gathered = float(b * P) if shards == 1 else b * (root + 2 * block)
+    if whole:
+        cast = b * (V * D + 2 * block) if keeping != "none" else gathered
+        gathered = 0.0 if precision == "fp32" else cast
     widest = 2 * config.intermediate_size if config.mlp else 2 * config.inner_size
     return Memory(
         weights=4 * P / shards,
         optimizer=8 * P / shards,
-        gathered=float(b * P) if shards == 1 else b * (root + 2 * block),
-        gradients=4 * P / shards + (4 * P if accumulates else 0),
+        gathered=gathered,
+        gradients=4 * P / shards + (4 * P if accumulates and not whole else 0),
         activations=float(activations),
         loss=float(max(4 * min(LOSS_ROWS, m) * V, b * V * D) + 4 * V * D + b * m * D),
         workspace=b * m * (widest + 2 * D) + (b + 4) * block,

@@ -8,6 +8,7 @@ from efla_lm.errors import UserError
 from efla_lm.models import EflaConfig, count_parameters, flops_per_token
 from efla_lm.settings import TrainSettings
 from efla_lm.training import cost, measured
+from efla_lm.training.activations import kind_of_checkpointing
 from efla_lm.training.budget import Budget, plan_budget
 
 GPUS_PER_NODE = 8  # assumed where parallel=hsdp is to shard within a node
@@ -55,11 +56,13 @@ def forecast(
         raise UserError(f"model: {error}") from error
     budget = plan_budget(settings.train, settings.data.context, gpus)
     shards = shards_of(settings, gpus)
-    checkpointing = settings.train.activation_checkpointing == "full"
+    compiled = settings.train.compile is not False
+    kept = kind_of_checkpointing(settings.train.activation_checkpointing, compiled)
     options = {
         "precision": settings.train.precision,
-        "checkpointing": checkpointing,
-        "compiled": settings.train.compile is not False,
+        "keeping": kept,
+        "compiled": compiled,
+        "whole": gpus == 1 and settings.parallel.mode in ("auto", "single"),
     }
     need = cost.memory(
         config,
@@ -87,7 +90,7 @@ def forecast(
         context=budget.context,
         flops_per_token=flops_per_token(config, budget.context),
         mfu=mfu,
-        checkpointing=checkpointing,
+        checkpointing=kept == "full",
     )
     left = max(0, budget.total_tokens - done_tokens)
     return Forecast(

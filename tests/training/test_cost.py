@@ -10,12 +10,10 @@ import pytest
 import torch
 from efla_kernels.triton import choices, ops
 from efla_kernels.triton.convolution import convolution
-from torch import Tensor, nn
-from torch._functorch.aot_autograd import aot_function
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 
 from efla_lm.errors import UserError
 from efla_lm.models import EflaConfig
@@ -25,6 +23,7 @@ from efla_lm.models.sequence import SequenceInfo
 from efla_lm.settings import compose
 from efla_lm.settings.plan import GPU_NAMES, PlanSettings
 from efla_lm.training import cost, measured
+from efla_lm.training.activations import keeping
 from efla_lm.training.forecast import clock, forecast
 from scripts.plan import main as plan
 
@@ -68,8 +67,22 @@ def test_memory_by_hand_on_several_devices_with_accumulation() -> None:
 
 def test_activation_checkpointing_keeps_the_inputs_of_blocks() -> None:
     m = 2048
-    need = cost.memory(config_340m(), micro_tokens=m, checkpointing=True)
+    need = cost.memory(config_340m(), micro_tokens=m, keeping="full")
     assert need.activations == 2 * m * (26 * 1024 + 24880)
+
+
+def test_one_process_keeps_no_second_gradients_and_casts_again() -> None:
+    m = 8 * 2048
+    block = (P - 2 * 32000 * 1024 - 1024) / 24
+    alone = cost.memory(config_340m(), micro_tokens=m, micro_steps=2, keeping="selective", whole=True)
+    assert alone.gathered == pytest.approx(2 * (32000 * 1024 + 2 * block))
+    assert alone.gradients == 4 * P and alone.accumulates
+    assert alone.activations == 2 * m * (24 * 15920 + 2 * 1024)
+    again = cost.memory(config_340m(backend="triton_recompute"), micro_tokens=m, keeping="selective", whole=True)
+    assert again.activations == 2 * m * (24 * 12848 + 2 * 1024)
+    assert again.held_at_end == 2 * m * (24880 - 3072), "one block while it is computed again"
+    assert cost.memory(config_340m(), micro_tokens=m, whole=True).gathered == 2 * P
+    assert cost.memory(config_340m(), micro_tokens=m, whole=True, precision="fp32").gathered == 0
 
 
 def test_tied_embeddings_and_fp32() -> None:
@@ -80,10 +93,17 @@ def test_tied_embeddings_and_fp32() -> None:
     assert tied.loss == 4 * 2048 * 32000 + 4 * 32000 * 1024 + 4 * 2048 * 1024
 
 
-def saved_by_compile(config: EflaConfig, batch: int, T: int, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Elements per token (fp32 counts twice) that the compiled block hands to its backward pass, weights left out.
+class Cut(Exception):
+    """Ends a compilation where the test has seen what it wants."""
 
-    The graph is that of a GPU: its form of the convolution, the kernels' op with their buffers, no data.
+
+def saved_by_compile(
+    config: EflaConfig, batch: int, T: int, kind: str, monkeypatch: pytest.MonkeyPatch, keep_states: bool = True
+) -> tuple[float, float]:
+    """What the compiled block hands to its backward pass: elements of activations per token (fp32 counts twice), and
+    bytes of weights in the compute type.
+
+    The graph is that of one process on a GPU: fp32 masters, the kernels' ops with their buffers, no data.
     """
 
     def convolve(self: ShortConvolution, x: Tensor, state: None = None, info: None = None) -> tuple[Tensor, ...]:
@@ -93,51 +113,56 @@ def saved_by_compile(config: EflaConfig, batch: int, T: int, monkeypatch: pytest
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         log_g = decay[0] if decay else None
         mode = choices.MODES[config.mixer]
-        return ops.delta_forward(q, k, v, beta, None, log_g, None, None, mode, 0.1, 1, False, True)[0], None
+        return ops.delta_forward(q, k, v, beta, None, log_g, None, None, mode, 0.1, 1, False, keep_states)[0], None
 
-    totals: list[float] = []
+    found: list[tuple[float, float]] = []
 
     def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        forward, backward = min_cut_rematerialization_partition(
-            joint, inputs, num_fwd_outputs=num_fwd_outputs, **options
-        )
+        forward, _ = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         (output,) = (node for node in forward.graph.nodes if node.op == "output")
+        activations = weights = 0.0
         for node in output.args[0][num_fwd_outputs:]:
             value = node.meta.get("val")
-            is_weight = isinstance(value, Tensor) and value.dim() < 3 and node.name.startswith(("permute", "primals"))
-            if isinstance(value, Tensor) and not is_weight:
-                totals.append(value.numel() * value.element_size() / 2 / (batch * T))
-        return forward, backward
+            if not isinstance(value, Tensor) or (node.op == "placeholder" and value.dim() < 3):
+                continue  # a master is there anyway
+            nbytes = value.numel() * value.element_size()
+            if value.dim() < 3 and value.shape[0] != batch * T:
+                weights += nbytes
+            else:
+                activations += nbytes / 2 / (batch * T)
+        found.append((activations, weights))
+        raise Cut
 
     monkeypatch.setattr(ShortConvolution, "forward", convolve)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            block = EflaBlock(config).train()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        if config.mixer != "attention":
-            block.mixer.rule = rule  # type: ignore[assignment]
-        names, weights = zip(*block.named_parameters())
-        x = torch.empty(batch, T, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-
-        def run(x: Tensor, *parameters: nn.Parameter) -> Tensor:
-            info = SequenceInfo(batch, T, x.device)
-            if config.mixer == "attention":
-                info = info.for_attention(config.head_dim, config.rope_theta)
-            return functional_call(block, dict(zip(names, parameters)), (x, info))
-
-        aot_function(
-            run, lambda graph, _: graph, lambda graph, _: graph, partition, decompositions=select_decomp_table()
-        )(x, *weights)
-    return sum(totals)
+    block = EflaBlock(config).train()
+    if config.mixer != "attention":
+        block.mixer.rule = rule  # type: ignore[assignment]
+    x = torch.zeros(batch, T, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    info = SequenceInfo(batch, T, x.device)
+    if config.mixer == "attention":
+        info = info.for_attention(config.head_dim, config.rope_theta)
+    torch._dynamo.reset()
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: graph, partition_fn=partition, decompositions=select_decomp_table()
+    )
+    with pytest.raises(Exception, match="Cut"):
+        torch.compile(keeping(block.forward, kind), fullgraph=True, backend=backend)(x, info)
+    ((activations, weights),) = found
+    return activations, weights
 
 
 @pytest.mark.parametrize("mixer", ["efla", "gated_efla", "deltanet", "gated_deltanet"])
-def test_elements_of_a_block_are_those_that_compile_keeps(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EflaConfig(mixer=mixer, hidden_size=256, num_heads=2, head_dim=128, intermediate_size=704)
-    found = saved_by_compile(config, 4, 512, monkeypatch)
-    assert found == pytest.approx(cost.saved_per_token(config), rel=0.03)
+@pytest.mark.parametrize("kind", ["none", "selective"])
+@pytest.mark.parametrize("keep_states", [True, False])
+def test_elements_of_a_block_are_those_that_compile_keeps(
+    mixer: str, kind: str, keep_states: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = "auto" if keep_states else "triton_recompute"
+    config = EflaConfig(mixer=mixer, hidden_size=256, num_heads=2, head_dim=128, intermediate_size=704, backend=backend)
+    found, weights = saved_by_compile(config, 4, 512, kind, monkeypatch, keep_states)
+    assert found == pytest.approx(cost.saved_per_token(config, keeping=kind), rel=0.03)
+    copies = 2 * sum(p.numel() for p in EflaBlock(config).parameters()) if kind == "none" else 0
+    assert weights == pytest.approx(copies, rel=0.01)
 
 
 def test_the_largest_micro_batch_is_the_last_even_cut_that_fits() -> None:
