@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from efla_data.errors import DataError
 
@@ -139,15 +141,21 @@ def as_pixels(images: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 class Corruptions:
-    """The corruptions of a fixed set of images [N, T]; the random fields depend on the seed alone."""
+    """The corruptions of a fixed set of images [N, T] on a device; the random fields depend on the seed alone.
 
-    def __init__(self, pixels: NDArray[np.float32], seed: int) -> None:
-        self.pixels = pixels
+    They are drawn by numpy, once, and what a level does to them rounds alike on every device: so do the images.
+    """
+
+    def __init__(self, pixels: NDArray[np.float32], seed: int, device: torch.device | str = "cpu") -> None:
         generator = np.random.default_rng(seed)
-        self._uniform = generator.random(pixels.shape, dtype=np.float32)
-        self._normal = generator.standard_normal(pixels.shape, dtype=np.float32)
+        fields = (
+            pixels,
+            generator.random(pixels.shape, dtype=np.float32),
+            generator.standard_normal(pixels.shape, dtype=np.float32),
+        )
+        self.pixels, self._uniform, self._normal = (torch.from_numpy(field).to(device) for field in fields)
 
-    def apply(self, kind: str, level: float) -> NDArray[np.float32]:
+    def apply(self, kind: str, level: float) -> Tensor:
         """[N, T]: dropout sets a pixel to 0 with probability `level`, intensity multiplies, noise adds level * N(0, 1).
 
         Raises:
@@ -156,10 +164,10 @@ class Corruptions:
         if kind not in LEVELS or not LEVELS[kind][0] <= level <= LEVELS[kind][-1]:
             raise ValueError(f"corruption: expected one of {', '.join(LEVELS)} within its range, got {kind} {level}")
         if kind == "dropout":
-            return np.where(self._uniform < level, np.float32(0), self.pixels)
+            return self.pixels.masked_fill(self._uniform < level, 0.0)
         if kind == "intensity":
-            return self.pixels * np.float32(level)
-        return self.pixels + np.float32(level) * self._normal
+            return self.pixels * level
+        return self.pixels + level * self._normal
 
 
 # Strokes of the figures 0 to 9 on a 3 x 5 grid, for tests without data.

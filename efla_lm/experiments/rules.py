@@ -67,15 +67,14 @@ def run_rule(
 
 
 def read_last(mixer: str, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], *, backend: str) -> Tensor:
-    """The last token's read-out alone, o_T = S_T^T q_T / |q_T|.
+    """The last token's read-out alone, o_T = S_T^T q_T / |q_T| = sum_t m_t v_t.
 
-    q [M, B, H, K], k [M, B, T, H, K] and v [M, B, T, H, V] -> [M, B, H, V].
-    The op reads with k for lack of other queries; nothing depends on that, and no gradient flows through it.
+    q [M, B, H, K], k [M, B, T, H, K] and v [M, B, T, H, V] -> [M, B, H, V]. It is linear in v: it may be given what v
+    is projected from, and its result be projected.
     """
-    rows = (x.flatten(0, 1) for x in (k, k, v, *gates))
-    _, state = RULES[mixer](*rows, output_final_state=True, backend=backend)
-    assert state is not None
-    return _read(state.unflatten(0, k.shape[:2]), efla_kernels.unit_norm(q))
+    rows = [x.flatten(0, 1) for x in (q, k, *gates)]
+    m = efla_kernels.last_weights(mixer, *rows, backend=backend).unflatten(0, k.shape[:2])
+    return (m.transpose(2, 3).unsqueeze(-2) @ v.transpose(2, 3)).squeeze(-2)
 
 
 def _read(state: Tensor, q: Tensor) -> Tensor:

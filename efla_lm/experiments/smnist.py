@@ -5,8 +5,9 @@ under corruption.
     q, k, v = W x (Xavier, no bias);  beta = sigmoid(w_b x + b), b = -2 at the start
     S_t by the rule;  o_T = S_T^T q_T;  logits = W_o LayerNorm(o_T) + b_o
 
-One head of 64, q L2-normalised, k in DeltaNet only, no convolution, no pooling. Only the last token is read, so only
-its query is made; the read-out has no scale. The gated rules and Mamba-2's core stand in the same place, as extras.
+One head of 64, q L2-normalised, k in DeltaNet only, no convolution, no pooling; the read-out has no scale. Only the
+last token is read, so only its query is made, and `efla_kernels.last_weights` gives o_T = W_v sum_t m_t x_t without a
+state or a value per token. The gated rules and Mamba-2's core (by its state) stand in the same place, as extras.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from efla_lm.experiments.stack import (
 )
 
 WIDTH, CLASSES = 64, 10
-EVALUATION_ROWS = {"cpu": 256, "cuda": 2048}  # sequences in flight without gradients: caches, memory
+EVALUATION_ROWS = {"cpu": 256, "cuda": 4096}  # sequences in flight without gradients: caches, memory (6 GiB)
 LOG_POINTS = 60
 
 
@@ -66,13 +67,12 @@ class Classifier(StackedModule):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """pixels [M or 1, B, T] floats -> logits [M, B, 10]."""
-        x = F.gelu(pixels.unsqueeze(-1) * self.pixel[:, None, None] + self.position[:, None])
-        k, v = self.k_proj(x).unsqueeze(-2), self.v_proj(x).unsqueeze(-2)
-        q = self.q_proj(x[:, :, -1]).unsqueeze(-2)
+        x = F.gelu(torch.addcmul(self.position[:, None], pixels.unsqueeze(-1), self.pixel[:, None, None]))
+        k, q = self.k_proj(x).unsqueeze(-2), self.q_proj(x[:, :, -1]).unsqueeze(-2)
         if self.mixer == "mamba2":
-            o = self.ssd.read_last(v, self.dt(x), k, q, self.backend)
+            o = self.ssd.read_last(self.v_proj(x).unsqueeze(-2), self.dt(x), k, q, self.backend)
         else:
-            o = read_last(self.mixer, q, k, v, self.gates(x), backend=self.backend)
+            o = self.v_proj(read_last(self.mixer, q, k, x.unsqueeze(-2), self.gates(x), backend=self.backend))
         return self.head(self.norm(o.squeeze(-2)))
 
 
@@ -180,14 +180,13 @@ def under_corruption(
     model: Classifier, images: NDArray[np.float32], labels: Tensor, prepare: Preparation, seed: int
 ) -> list[dict[str, dict[str, list[float]]]]:
     """Each member's accuracy at every level of every corruption of images [N, T] in [0, 1]."""
-    corruptions = Corruptions(images, seed)
+    corruptions = Corruptions(images, seed, labels.device)
     models = model.position.shape[0]
     found: list[dict[str, dict[str, list[float]]]] = [{} for _ in range(models)]
     for kind, levels in LEVELS.items():
         table = []
         for level in levels:
-            pixels = torch.from_numpy(corruptions.apply(kind, level)).to(labels.device)
-            table.append(accuracy(model, pixels, labels, prepare))
+            table.append(accuracy(model, corruptions.apply(kind, level), labels, prepare))
         for member, result in enumerate(found):
             result[kind] = {"level": list(levels), "accuracy": [row[member] for row in table]}
     return found

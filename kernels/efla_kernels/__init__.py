@@ -17,6 +17,7 @@ from efla_kernels.coefficients import (
 )
 from efla_kernels.convolution import convolution_state, short_convolution
 from efla_kernels.decode import decode_step, fuses_decoding
+from efla_kernels.last import last_weights
 from efla_kernels.loss import linear_cross_entropy
 from efla_kernels.mamba import fuses_mamba2_step, mamba2, mamba2_step, ssd
 from efla_kernels.ops import delta_rule, deltanet, efla, gated_deltanet, gated_efla, model_coefficients
@@ -46,6 +47,7 @@ __all__ = [
     "gated_coefficients",
     "gated_deltanet",
     "gated_efla",
+    "last_weights",
     "linear_cross_entropy",
     "mamba2",
     "mamba2_step",

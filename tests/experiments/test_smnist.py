@@ -70,22 +70,43 @@ def test_pooling_is_the_mean_of_blocks() -> None:
 def test_corruptions() -> None:
     pixels = np.full((50, 400), 0.5, np.float32)
     corruptions = Corruptions(pixels, seed=0)
+
+    def apply(kind: str, level: float) -> np.ndarray:
+        return corruptions.apply(kind, level).numpy()
+
     for kind, neutral in (("dropout", 0.0), ("intensity", 1.0), ("noise", 0.0)):
-        np.testing.assert_array_equal(corruptions.apply(kind, neutral), pixels)
-    assert (corruptions.apply("dropout", 1.0) == 0).all()
-    some, more = (corruptions.apply("dropout", p) for p in (0.3, 0.6))
+        np.testing.assert_array_equal(apply(kind, neutral), pixels)
+    assert (apply("dropout", 1.0) == 0).all()
+    some, more = (apply("dropout", p) for p in (0.3, 0.6))
     assert (some == 0).mean() == pytest.approx(0.3, abs=0.02)
     assert (more[some == 0] == 0).all()  # a superset is dropped
-    np.testing.assert_allclose(corruptions.apply("intensity", 10.0), 5.0)  # not clipped
-    noisy = corruptions.apply("noise", 0.8)
+    np.testing.assert_allclose(apply("intensity", 10.0), 5.0)  # not clipped
+    noisy = apply("noise", 0.8)
     assert noisy.std() == pytest.approx(0.8, rel=0.02) and noisy.min() < 0
-    np.testing.assert_allclose(noisy - 0.5, 2 * (corruptions.apply("noise", 0.4) - 0.5), atol=1e-6)
-    np.testing.assert_array_equal(Corruptions(pixels, seed=0).apply("noise", 0.8), noisy)
+    np.testing.assert_allclose(noisy - 0.5, 2 * (apply("noise", 0.4) - 0.5), atol=1e-6)
+    np.testing.assert_array_equal(Corruptions(pixels, seed=0).apply("noise", 0.8).numpy(), noisy)
     assert {kind: (levels[0], levels[-1]) for kind, levels in LEVELS.items()} == {
         "dropout": (0.0, 1.0), "intensity": (1.0, 10.0), "noise": (0.0, 1.0),
     }  # fmt: skip
     with pytest.raises(ValueError, match="within its range"):
-        corruptions.apply("dropout", 1.1)
+        apply("dropout", 1.1)
+
+
+def test_corrupted_images_are_bit_for_bit_those_of_numpy() -> None:
+    """As results measured with the corruptions in numpy had them."""
+    pixels = as_pixels(synthetic_digits(20, seed=0)[0])
+    generator = np.random.default_rng(7)
+    uniform = generator.random(pixels.shape, dtype=np.float32)
+    normal = generator.standard_normal(pixels.shape, dtype=np.float32)
+    forms = {
+        "dropout": lambda level: np.where(uniform < level, np.float32(0), pixels),
+        "intensity": lambda level: pixels * np.float32(level),
+        "noise": lambda level: pixels + np.float32(level) * normal,
+    }
+    corruptions = Corruptions(pixels, seed=7)
+    for kind, levels in LEVELS.items():
+        for level in levels:
+            np.testing.assert_array_equal(corruptions.apply(kind, level).numpy(), forms[kind](level))
 
 
 def test_preparation_clips_then_normalises() -> None:
