@@ -13,6 +13,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils import logging
 
 from efla_lm.errors import UserError
 from efla_lm.evaluation.checkpoints import find
@@ -40,6 +41,7 @@ class ConvertSettings:
 @entry("convert", ConvertSettings)
 def main(settings: ConvertSettings) -> int:
     """Write a model of ours for another library, or another library's as one of ours."""
+    logging.disable_progress_bar()
     convert = to_ours if settings.to == "efla_lm" else to_others
     kind = convert(settings.checkpoint, settings.to, Path(settings.out))
     print(f"{settings.checkpoint}: {kind} written to {settings.out} for {settings.to}")

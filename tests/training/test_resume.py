@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import train
 from efla_lm.training.checkpoint import read_tensors
 from efla_lm.training.metrics import read_rows
+from scripts import convert
+from tests.training.corpus import VOCAB
 from tests.training.launch import (
     assert_same_weights,
     consumed,
@@ -50,6 +53,25 @@ def test_stopped_and_continued_is_bit_equal(
     ours, theirs = all_tensors(tmp_path, "run", STEPS), all_tensors(straight, "run", STEPS)
     assert any(name.startswith("optim.") and name.endswith("exp_avg_sq") for name in ours)
     assert_same_weights(ours, theirs)
+
+
+def test_mamba2_trains_resumes_converts_and_generates(corpus: Path, tmp_path: Path) -> None:
+    """Bit equal after a stop; the export generates the same tokens with and without a cache, and so does transformers'
+    own model of the same weights."""
+    options = ("model=mamba2", "train.steps=8")
+    assert run_here(corpus, tmp_path, "name=straight", *options) == 0
+    assert run_here(corpus, tmp_path, "name=run", *options, "train.stop_at=3") == 0
+    assert run_here(corpus, tmp_path, "name=run", *options) == 0
+    assert_same_weights(all_tensors(tmp_path, "run", 8), all_tensors(tmp_path, "straight", 8))
+    losses = metrics(tmp_path, "run")
+    assert len(losses) == 8 and losses[-1] < losses[0]
+    convert.to_others(str(tmp_path / "run"), "transformers", tmp_path / "theirs")
+    ids = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    chosen = []
+    for folder, cached in (("run/export", True), ("run/export", False), ("theirs", False)):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        chosen.append(model.generate(ids, max_new_tokens=12, do_sample=False, use_cache=cached, eos_token_id=None))
+    assert torch.equal(chosen[0], chosen[1]) and torch.equal(chosen[0], chosen[2])
 
 
 def test_batches_cover_each_epoch_once(straight: Path) -> None:
