@@ -47,8 +47,9 @@ def chunk_span(m, T, cu_seqlens, first_chunk, chunk_sequence, PACKED: tl.constex
         return first + c * ROWS, length - (c * ROWS).to(tl.int32), used
     else:
         per_row = tl.cdiv(T, ROWS)
-        b = m // per_row
-        c = m % per_row
+        place = m.to(tl.int32)  # a division of 64 bits costs a microsecond
+        b = place // per_row
+        c = place - b * per_row
         return b.to(tl.int64) * T + c * ROWS, T - c * ROWS, True
 
 
