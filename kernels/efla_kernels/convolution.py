@@ -122,7 +122,7 @@ def _torch(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
     T, W = x.shape[1], weight.shape[1]
     gap = W - 1
     padded = F.pad(x, (0, 0, gap, 0)) if state is None else torch.cat((state.to(x.dtype), x), 1)
-    if x.is_cuda or starts is not None or T == 1:
+    if x.is_cuda or starts is not None or T <= 1:
         # Products and shifts: cuDNN's depthwise weight gradient is slow, a call of it costs more than the four products
         # of a decoded token, and taps that reach another document can be left out one by one.
         y = _shifted_products(padded, weight, T, starts)

@@ -39,6 +39,16 @@ def test_what_does_not_fit_is_named() -> None:
         short_convolution(x[:1], weight, state=torch.zeros(1, 3, 6), cu_seqlens=torch.tensor([0, 5]))
 
 
+def test_no_tokens_and_no_rows() -> None:
+    weight = torch.ones(6, 4, requires_grad=True)
+    for shape in ((2, 0, 6), (0, 5, 6)):
+        x = torch.zeros(shape, requires_grad=True)
+        parts = short_convolution(x, weight, widths=(4, 2))
+        assert [part.shape for part in parts] == [(*shape[:2], 4), (*shape[:2], 2)]
+        dx, d_weight = torch.autograd.grad(sum(part.sum() for part in parts), (x, weight))
+        assert dx.shape == x.shape and not d_weight.any()
+
+
 def test_a_cpu_takes_pytorch_whatever_the_backend() -> None:
     x = torch.zeros(1, 1, 1)
     assert {convolution_backend(name, x, 4) for name in ("auto", "torch", "reference", "fla")} == {"torch"}
