@@ -19,7 +19,8 @@ import efla_kernels
 OPS = ("delta_rule", "deltanet", "efla", "gated_deltanet", "gated_efla")
 # The recurrence takes some dozen launches per token, so that longer sequences go to the chunked form.
 LONGEST_RECURRENCE = 512
-# A gradient smaller than this part of k's is held to an absolute bound: the gates' underflow where beta |k|^2 is large.
+# A gradient smaller than this part of k's (of x's in Mamba-2) is held to an absolute bound: the gates' underflow where
+# beta |k|^2 or the decay is large.
 FLOOR = 1e-6
 
 # how the decay parameter g is drawn, as log g of uniform numbers u
@@ -131,11 +132,11 @@ class Case:
 
 
 def relative_errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    """|x - ref| / |ref| over each tensor; a gradient below `FLOOR` |dk| is measured against that instead.
+    """|x - ref| / |ref| over each tensor; a gradient below `FLOOR` |dk| (|dx|) is measured against that instead.
 
     A value that is not finite counts as infinitely wrong: NaN would pass a comparison with a bound.
     """
-    floor = FLOOR * float(truth["dk"].norm()) if "dk" in truth else 0.0
+    floor = _floor(truth)
     errors = {}
     for name, ref in truth.items():
         size = max(float(ref.norm()), floor if name.startswith("d") else 0.0)
@@ -146,7 +147,10 @@ def relative_errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[st
 
 def underflowed(truth: dict[str, Tensor]) -> list[str]:
     """The gradients that `relative_errors` measures absolutely."""
-    if "dk" not in truth:
-        return []
-    floor = FLOOR * float(truth["dk"].norm())
+    floor = _floor(truth)
     return [name for name, ref in truth.items() if name.startswith("d") and float(ref.norm()) < floor]
+
+
+def _floor(truth: dict[str, Tensor]) -> float:
+    yardstick = truth.get("dk", truth.get("dx"))
+    return 0.0 if yardstick is None else FLOOR * float(yardstick.norm())

@@ -27,6 +27,7 @@ import torch
 from efla_kernels import accuracy, backends
 from efla_kernels.environment import describe_environment
 from efla_kernels.selftest_rows import Row, accelerator_rows, interpreter_rows
+from efla_kernels.selftest_ssd import ssd_interpreter_rows, ssd_rows
 
 ROW_SECONDS = 240  # most time for one row, compilation included
 WORKERS = 14
@@ -34,7 +35,9 @@ WORKERS = 14
 
 def all_rows(full: bool) -> list[Row]:
     """The rows of this machine, the same list in the parent and in its workers."""
-    return accelerator_rows(full) if torch.cuda.is_available() else interpreter_rows()
+    if torch.cuda.is_available():
+        return [*accelerator_rows(full), *ssd_rows(full)]
+    return [*interpreter_rows(), *ssd_interpreter_rows()]
 
 
 @contextlib.contextmanager

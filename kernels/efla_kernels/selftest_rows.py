@@ -12,6 +12,7 @@ import torch
 
 from efla_kernels.accuracy import OPS, Case
 from efla_kernels.accuracy_decode import DecodeCase
+from efla_kernels.accuracy_ssd import SsdCase
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 130, 200)
@@ -34,7 +35,7 @@ class Row:
     """
 
     name: str
-    case: Case | DecodeCase
+    case: Case | DecodeCase | SsdCase
     seeds: tuple[int, ...] = (0,)
     slack: float = 1.0
     group: str = ""
@@ -49,7 +50,7 @@ class Row:
 
     def bound(self, output: str) -> float:
         """The largest relative error allowed for one output or gradient."""
-        decays = output in ("dlog_g", "dlog_decay")
+        decays = output in ("dlog_g", "dlog_decay", "ddt", "dA_log", "ddt_bias")
         kind = DECAY_GRADIENTS if decays else GRADIENTS if output.startswith("d") else VALUES
         return BOUNDS[self.case.dtype][kind] * self.slack
 

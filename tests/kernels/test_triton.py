@@ -29,6 +29,7 @@ def test_kernels_in_the_interpreter() -> None:
         "pytest",
         str(HERE / "interpreted.py"),
         str(HERE / "interpreted_decode.py"),
+        str(HERE / "interpreted_ssd.py"),
         "-q",
         "-p",
         "no:cacheprovider",

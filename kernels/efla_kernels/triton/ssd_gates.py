@@ -10,7 +10,8 @@ and the products with the states by `ssd_gradient_bc_kernel`:
     d a_t   = sum_{i>=t} [ sum_{j<i} z_ij dt_j - dt_i sum_{j>i} z_ji + exp(b_i) dy_i . (S^T C_i) ]
               + sum_{j<t} dt_j exp(b_L - b_j) x_j . (dS^T B_j) + exp(b_L) <S, dS>
 
-The pairs' row and column sums come from the same z_ij, so that what cancels between them cancels exactly up to fp32.
+The pairs' row and column sums come from the same z_ij, so that what cancels between them cancels up to fp32's rounding.
+Below the least decay that is told from 0, a's gradient is 0, as the cut's own derivative is.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def ssd_table_kernel(
 @triton.jit(do_not_specialize=["T"])
 def ssd_gate_gradient_kernel(
     dt,
+    log_decay,
     A_log,
     dt_bias,
     dt_mask,
@@ -164,6 +166,7 @@ def ssd_gate_gradient_kernel(
             token = tl.where(rows < left, first + rows, -1)
             _, slope = steps(dt, dt_bias, dt_mask, at, token, heads, inside, real, FUSED, MASKED)
             per_step = rate(A_log, heads, real)[None, :]
+            d_a = tl.where(per_step * step > LOWEST_LOG_DECAY, d_a, 0.0)
             d_raw = tl.where(inside, (d_step + per_step * d_a) * slope, 0.0)
             tl.store(d_dt + out, d_raw.to(d_dt.dtype.element_ty), mask=inside)
             d_A_log = tl.sum(tl.where(inside, d_a * per_step * step, 0.0), 0)
@@ -171,4 +174,5 @@ def ssd_gate_gradient_kernel(
             tl.store(sums + (m * 2 + 1) * H + heads, tl.sum(d_raw, 0), mask=real)
         else:
             tl.store(d_dt + out, d_step.to(d_dt.dtype.element_ty), mask=inside)
-            tl.store(d_decay + out, d_a, mask=inside)
+            decay = tl.load(log_decay + out, mask=inside, other=0.0).to(tl.float32)
+            tl.store(d_decay + out, tl.where(decay > LOWEST_LOG_DECAY, d_a, 0.0), mask=inside)

@@ -132,7 +132,7 @@ def forward(
     fp32: dict[str, Any] = {"device": x.device, "dtype": torch.float32}
     table = torch.empty(p.chunks, p.heads, 2, choice.chunk, **fp32)
     ssd_table_kernel[_gate_grid(p)](
-        dt, unused if steps.log_decay is None else steps.log_decay.contiguous(), *_parameters(steps, unused), *packing,
+        dt, *_parameters(steps, unused), *packing,
         table, p.tokens, dt.stride(1), dt.stride(2), **_gate_flags(p, steps),
     )  # fmt: skip
     states = torch.empty(p.state_shape(p.chunks), device=x.device, dtype=p.operand)
@@ -163,8 +163,9 @@ def _gate_grid(p: Problem) -> tuple[int]:
 
 
 def _parameters(steps: Steps, unused: Tensor) -> list[Tensor]:
-    mask = None if steps.dt_mask is None else steps.dt_mask.contiguous()
-    return [unused if t is None else t for t in (steps.A_log, steps.dt_bias, mask)]
+    """What the gates' kernels read beside dt; anything for what is not part of the call."""
+    log_decay, mask = (None if t is None else t.contiguous() for t in (steps.log_decay, steps.dt_mask))
+    return [unused if t is None else t for t in (log_decay, steps.A_log, steps.dt_bias, mask)]
 
 
 class Gradients(NamedTuple):
