@@ -1,4 +1,4 @@
-"""State-space duality's Triton kernels on a GPU; `make selftest` holds every shape and type, this what users lean on."""
+"""State-space duality on a GPU: `make selftest` holds every shape and type, this what users of the ops lean on."""
 
 from __future__ import annotations
 
