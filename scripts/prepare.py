@@ -11,13 +11,12 @@ from efla_data.progress import Progress
 from efla_data.recipe import Recipe
 
 from efla_lm.errors import UserError
-from efla_lm.settings import PrepareSettings, entry
+from efla_lm.settings import DataSettings, PrepareSettings, entry
 
 
-def make_recipe(settings: PrepareSettings) -> Recipe:
+def make_recipe(data: DataSettings) -> Recipe:
     """The part of the data settings that decides which ids come out. Raises UserError for a mixture, which is made of
     token files."""
-    data = settings.data
     if data.mixture:
         raise UserError(
             f"data.mixture={data.mixture} is mixed in training from token files that are there: prepare each folder by "
@@ -76,7 +75,7 @@ class Line:
 @entry("prepare", PrepareSettings)
 def main(settings: PrepareSettings) -> None:
     """Turn text into token files that training reads: tokenise, hold out documents, write a manifest."""
-    recipe, processes = make_recipe(settings), settings.processes or available_cores()
+    recipe, processes = make_recipe(settings.data), settings.processes or available_cores()
     line = Line()
     start = time.monotonic()
     try:

@@ -195,7 +195,7 @@ def test_stored_hub_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nam
     from efla_lm.settings import PrepareSettings, compose
     from scripts.prepare import make_recipe
 
-    recipe = make_recipe(compose("prepare", [f"data={name}"], PrepareSettings))
+    recipe = make_recipe(compose("prepare", [f"data={name}"], PrepareSettings).data)
     asked: set[tuple[str, ...]] = set()
 
     def open_stand_in(repository: str, config: str, split: str, revision: str | None) -> object:
