@@ -26,6 +26,7 @@ import torch
 
 from efla_kernels import accuracy, backends
 from efla_kernels.environment import describe_environment
+from efla_kernels.selftest_layers import layer_interpreter_rows, layer_rows
 from efla_kernels.selftest_rows import Row, accelerator_rows, interpreter_rows
 from efla_kernels.selftest_ssd import ssd_interpreter_rows, ssd_rows
 
@@ -36,8 +37,8 @@ WORKERS = 14
 def all_rows(full: bool) -> list[Row]:
     """The rows of this machine, the same list in the parent and in its workers."""
     if torch.cuda.is_available():
-        return [*accelerator_rows(full), *ssd_rows(full)]
-    return [*interpreter_rows(), *ssd_interpreter_rows()]
+        return [*accelerator_rows(full), *ssd_rows(full), *layer_rows()]
+    return [*interpreter_rows(), *ssd_interpreter_rows(), *layer_interpreter_rows()]
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import torch
 
 from efla_kernels.accuracy import OPS, Case
 from efla_kernels.accuracy_decode import DecodeCase
+from efla_kernels.accuracy_layers import ConvolutionCase, LossCase
 from efla_kernels.accuracy_ssd import SsdCase
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -35,7 +36,7 @@ class Row:
     """
 
     name: str
-    case: Case | DecodeCase | SsdCase
+    case: Case | DecodeCase | SsdCase | ConvolutionCase | LossCase
     seeds: tuple[int, ...] = (0,)
     slack: float = 1.0
     group: str = ""

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from efla_kernels import convolution_state, short_convolution
+from efla_kernels.accuracy_layers import ConvolutionCase
 from efla_kernels.selftest import poisoned_memory
+from efla_kernels.selftest_layers import CONVOLUTIONS
 from efla_kernels.triton import convolution as kernels
 from efla_kernels.triton import ops
-
-from tests.kernels.convolution_cases import CASES, Case
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +21,9 @@ def poison() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_kernels_against_float64(name: str) -> None:
-    errors = CASES[name].errors("triton")
+    errors = CONVOLUTIONS[name].errors("triton")
     assert all(error <= 1e-6 for error in errors.values()), errors
 
 
@@ -33,29 +33,30 @@ def test_other_blocks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     block = kernels.Block(strip=16, rows=rows, channels=16, warps=1)
     monkeypatch.setattr(kernels, "FORWARD", block)
     monkeypatch.setattr(kernels, "BACKWARD", block)
-    errors = Case(batch=3, tokens=21, widths=(24, 8), bias=True, state=True).errors("triton")
+    errors = ConvolutionCase(batch=3, tokens=21, widths=(24, 8), bias=True, state=True).errors("triton")
     assert all(error <= 1e-6 for error in errors.values()), errors
 
 
 def test_16_bit_inputs_are_rounded_once() -> None:
     """y is the rounded result of fp32 sums; the gradients come in the inputs' types."""
-    case = Case(tokens=20, dtype=torch.bfloat16, bias=True)
-    tensors, dy = case.inputs()
-    got, truth = case.run(tensors, dy, "triton"), case.truth(tensors, dy)
+    case = ConvolutionCase(tokens=20, dtype=torch.bfloat16, bias=True)
+    tensors = case.inputs(0, "cpu")
+    got, truth = case.run(tensors, "triton"), case.truth(tensors)
     assert {x.dtype for x in got.values()} == {torch.bfloat16}
     assert (got["y"].double() - truth["y"].to(torch.bfloat16).double()).abs().max() <= 2e-2
     assert all((got[name] - x).norm() <= 4e-3 * x.norm() for name, x in truth.items())
 
 
 def test_a_part_without_a_gradient() -> None:
-    case = Case(tokens=20)
-    tensors, dy = case.inputs()
-    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    case = ConvolutionCase(tokens=20)
+    tensors = case.inputs(0, "cpu")
+    dy = tensors["dy"]
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items() if name != "dy"}
     first, _, last = short_convolution(**leaves, widths=case.widths, backend="triton")
     end = case.widths[0]
     found = torch.autograd.grad((first * dy[..., :end]).sum(), list(leaves.values()))
     masked = torch.cat((dy[..., :end], torch.zeros_like(dy[..., end:])), -1)
-    expected = case.truth(tensors, masked)
+    expected = case.truth(tensors | {"dy": masked})
     assert (found[0] - expected["dx"]).norm() <= 1e-6 * expected["dx"].norm()
     assert (found[1] - expected["dweight"]).norm() <= 1e-6 * expected["dweight"].norm()
     assert last.is_contiguous() and first.is_contiguous()
@@ -63,11 +64,12 @@ def test_a_part_without_a_gradient() -> None:
 
 def test_split_at_any_point_with_gradients() -> None:
     """Two calls with the state between them are one call, in outputs and in the gradient of the whole input."""
-    case = Case(batch=1, tokens=12, bias=True)
-    tensors, dy = case.inputs()
-    expected = case.truth(tensors, dy)
+    case = ConvolutionCase(batch=1, tokens=12, bias=True)
+    tensors = case.inputs(0, "cpu")
+    dy = tensors["dy"]
+    expected = case.truth(tensors)
     for cut in (1, 2, 3, 7, 11):
-        leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items() if name != "dy"}
         x, shared = leaves["x"], {name: leaves[name] for name in ("weight", "bias")}
         head = short_convolution(x[:, :cut], **shared, backend="triton")[0]
         state = convolution_state(x[:, :cut], case.taps)
@@ -81,15 +83,16 @@ def test_split_at_any_point_with_gradients() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(tokens=3, widths=(8, 4, 4)),
-        Case(tokens=3, widths=(8,), bias=True, state=True),
-        Case(1, 4, (8,), cu_seqlens=(0, 1, 4)),
+        ConvolutionCase(tokens=3, widths=(8, 4, 4)),
+        ConvolutionCase(tokens=3, widths=(8,), bias=True, state=True),
+        ConvolutionCase(batch=1, tokens=4, widths=(8,), cu_seqlens=(0, 1, 4)),
     ],
 )
-def test_registration(case: Case) -> None:
+def test_registration(case: ConvolutionCase) -> None:
     """Fake tensors, autograd and schema of the ops."""
-    tensors, dy = case.inputs()
-    leaves = {key: x.detach().requires_grad_() for key, x in tensors.items()}
+    tensors = case.inputs(0, "cpu")
+    dy = tensors["dy"]
+    leaves = {key: x.detach().requires_grad_() for key, x in tensors.items() if key != "dy"}
     starts = None if case.cu_seqlens is None else torch.tensor([0, 1, 1, 1], dtype=torch.int32)
     widths = list(case.widths)
     arguments = (leaves["x"], leaves["weight"], leaves.get("bias"), leaves.get("state"), starts, widths)

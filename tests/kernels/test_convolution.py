@@ -6,14 +6,14 @@ import pytest
 import torch
 from efla_kernels import convolution_state, short_convolution
 from efla_kernels.convolution import convolution_backend
+from efla_kernels.selftest_layers import CONVOLUTIONS
 
-from tests.kernels.convolution_cases import CASES
 from tests.kernels.test_triton import HERE, run
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_pytorch_form_against_float64(name: str) -> None:
-    errors = CASES[name].errors("torch")
+    errors = CONVOLUTIONS[name].errors("torch")
     assert all(error <= 1e-6 for error in errors.values()), errors
 
 
