@@ -94,11 +94,11 @@ def main(settings: MadSettings) -> None:
         "runs": [],
     }
     path = folder / "mad.json"
-    for mixer in settings.mixers:
-        for task in settings.tasks:
-            for setting in settings_of(task)[: None if settings.settings == "all" else 1]:
-                if settings.examples is not None:
-                    setting = replace(setting, train_examples=min(setting.train_examples, settings.examples))
+    for task in settings.tasks:
+        for setting in settings_of(task)[: None if settings.settings == "all" else 1]:
+            if settings.examples is not None:
+                setting = replace(setting, train_examples=min(setting.train_examples, settings.examples))
+            for mixer in settings.mixers:
                 line = Line(f"{mixer}, {task} ({setting.label})")
                 start = time.perf_counter()
                 results = train_and_score(mixer, setting, members, budget, device, settings.backend, line)
@@ -110,7 +110,7 @@ def main(settings: MadSettings) -> None:
                     | {"seconds": seconds}
                     for member, result in zip(members, results)
                 ]
-                write_json(path, content)  # what is done stays, should the next setting fail
+                write_json(path, content)  # what is done stays, should the next one fail
     print(write_report([content], folder, settings.figures))
     print(f"written to {folder}")
 

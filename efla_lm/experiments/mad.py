@@ -11,15 +11,18 @@ to 1e-6, no clipping, weights drawn as torch draws them (N(0, 0.02^2) for embedd
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import efla_kernels
 import torch
 import torch.nn.functional as F
 from efla_data.mad import IGNORED, TEST_EXAMPLES, Setting, generate
 from torch import Tensor, nn
 
+from efla_lm.experiments.graphed import GraphedStep
 from efla_lm.experiments.rules import RECURRENT_MIXERS, StackedGates, StackedSsd, run_rule
 from efla_lm.experiments.stack import (
     Draw,
@@ -44,20 +47,20 @@ LOG_POINTS = 40
 class StackedConvolution(StackedModule):
     """Causal depthwise convolution and SiLU, per model: as `efla_lm.models.layers.ShortConvolution`."""
 
-    def __init__(self, models: int, channels: int, bias: bool = False) -> None:
+    def __init__(self, models: int, widths: tuple[int, ...], bias: bool = False, backend: str = "auto") -> None:
         super().__init__()
-        self.weight = self.add("weight", models, (channels, TAPS), uniform(TAPS**-0.5))
-        self.bias = self.add("bias", models, (channels,), lambda shape, _: torch.zeros(shape)) if bias else None
+        self.widths, self.backend = widths, backend
+        self.weight = self.add("weight", models, (sum(widths), TAPS), uniform(TAPS**-0.5))
+        self.bias = self.add("bias", models, (sum(widths),), lambda shape, _: torch.zeros(shape)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [M, B, T, D] -> the same."""
-        tokens = x.shape[2]
-        padded = F.pad(x, (0, 0, TAPS - 1, 0))
-        taps = self.weight[:, None, None].to(x.dtype).unbind(-1)
-        y = padded[:, :, :tokens] * taps[0]
-        for n, tap in enumerate(taps[1:], start=1):
-            y = y + padded[:, :, n : n + tokens] * tap
-        return F.silu(y if self.bias is None else y + self.bias[:, None, None].to(x.dtype))
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """x [M, B, T, D] -> one [M, B, T, width] for each of `widths`."""
+        biases = [None] * len(x) if self.bias is None else self.bias.unbind(0)
+        models = [
+            efla_kernels.short_convolution(*inputs, widths=self.widths, backend=self.backend)
+            for inputs in zip(x.unbind(0), self.weight.unbind(0), biases)
+        ]
+        return [torch.stack(parts) for parts in zip(*models)]
 
 
 class DeltaMixer(StackedModule):
@@ -68,7 +71,7 @@ class DeltaMixer(StackedModule):
         self.mixer, self.backend = mixer, backend
         inner = HEADS * HEAD_DIM
         self.qkv_proj = linear(models, WIDTH, 3 * inner, bias=False)
-        self.qkv_conv = StackedConvolution(models, 3 * inner)
+        self.qkv_conv = StackedConvolution(models, (inner,) * 3, backend=backend)
         self.gates = StackedGates(mixer, models, WIDTH, HEADS, linear(models, WIDTH, HEADS, bias=False))
         self.g_proj = linear(models, WIDTH, inner, bias=False) if mixer in GATED_MIXERS else None
         self.o_norm = StackedNorm(models, HEAD_DIM, EPS)
@@ -76,7 +79,7 @@ class DeltaMixer(StackedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [M, B, T, WIDTH] -> the same."""
-        q, k, v = self.qkv_conv(self.qkv_proj(x)).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(3)
+        q, k, v = (part.unflatten(-1, (HEADS, HEAD_DIM)) for part in self.qkv_conv(self.qkv_proj(x)))
         o = self.o_norm(run_rule(self.mixer, q, k, v, self.gates(x), backend=self.backend))
         if self.g_proj is not None:
             o = o * F.silu(self.g_proj(x)).unflatten(-1, (HEADS, HEAD_DIM))
@@ -90,7 +93,7 @@ class Mamba2Mixer(StackedModule):
         super().__init__()
         self.backend = backend
         self.in_proj = linear(models, WIDTH, 2 * MAMBA_INNER + 2 * MAMBA_STATE + MAMBA_HEADS, bias=False)
-        self.conv = StackedConvolution(models, MAMBA_INNER + 2 * MAMBA_STATE, bias=True)
+        self.conv = StackedConvolution(models, (MAMBA_INNER, MAMBA_STATE, MAMBA_STATE), bias=True, backend=backend)
         self.ssd = StackedSsd(models, MAMBA_HEADS)
         self.norm = StackedNorm(models, MAMBA_INNER, EPS)
         self.out_proj = linear(models, MAMBA_INNER, WIDTH, bias=False)
@@ -98,7 +101,7 @@ class Mamba2Mixer(StackedModule):
     def forward(self, x: Tensor) -> Tensor:
         """x [M, B, T, WIDTH] -> the same."""
         z, xbc, dt = self.in_proj(x).split((MAMBA_INNER, MAMBA_INNER + 2 * MAMBA_STATE, MAMBA_HEADS), -1)
-        inner, B, C = self.conv(xbc).split((MAMBA_INNER, MAMBA_STATE, MAMBA_STATE), -1)
+        inner, B, C = self.conv(xbc)
         heads = inner.unflatten(-1, (MAMBA_HEADS, -1))
         y = self.ssd(heads, dt, B.unsqueeze(-2), C.unsqueeze(-2), self.backend)
         return self.out_proj(self.norm(y.flatten(3) * F.silu(z)))
@@ -187,6 +190,9 @@ class Budget:
     test_examples: int = TEST_EXAMPLES
 
 
+examples = functools.lru_cache(maxsize=2)(generate)  # one setting's, which all mixers meet in turn
+
+
 def decays(name: str) -> bool:
     """Whether weight decay reaches a parameter: not biases, norms and the recurrences' own constants."""
     return not any(part in name for part in ("bias", "norm", "A_log", "ssd.D"))
@@ -205,7 +211,7 @@ def train_and_score(
 
     score is the benchmark's: accuracy per class, averaged over the classes that occur in answers or predictions.
     """
-    inputs, targets = (torch.from_numpy(a).to(device) for a in generate(setting, "train", setting.train_examples))
+    inputs, targets = (torch.from_numpy(a).to(device) for a in examples(setting, "train", setting.train_examples))
     model = MadModel(mixer, len(members), setting, backend).to(device)
     initialise(model, [m.seed for m in members])
     optimiser = StackedAdamW(model, [m.rate for m in members], [m.weight_decay for m in members], decays=decays)
@@ -214,16 +220,26 @@ def train_and_score(
     order = torch.Generator().manual_seed(0)
     curves: list[dict[str, list[float]]] = [{"step": [], "loss": []} for _ in members]
     total, counted = torch.zeros(len(members), device=device), 0
+    rows, rates = torch.zeros(budget.batch, dtype=torch.long, device=device), torch.empty_like(optimiser.rates)
+
+    def update(rows: Tensor) -> None:
+        losses = member_losses(model, inputs[rows], targets[rows], budget.precision)
+        losses.sum().backward()
+        optimiser.step(rates)
+        total.add_(losses.detach())
+
+    full_batch = GraphedStep(lambda: update(rows), device)
     for epoch in range(budget.epochs):
         half_cosine = (1 + math.cos(math.pi * epoch / budget.epochs)) / 2
-        rates = LOWEST_RATE + (optimiser.rates - LOWEST_RATE) * half_cosine
+        rates.copy_(LOWEST_RATE + (optimiser.rates - LOWEST_RATE) * half_cosine)
         shuffled = torch.randperm(len(inputs), generator=order).to(device)
         for place in range(per_epoch):
-            rows = shuffled[place * budget.batch : (place + 1) * budget.batch]
-            losses = member_losses(model, inputs[rows], targets[rows], budget.precision)
-            losses.sum().backward()
-            optimiser.step(rates)
-            total += losses.detach()
+            chosen = shuffled[place * budget.batch : (place + 1) * budget.batch]
+            if len(chosen) == budget.batch:
+                rows.copy_(chosen)
+                full_batch()
+            else:
+                update(chosen)
             counted += 1
             step = epoch * per_epoch + place + 1
             if counted == every or step == steps:
@@ -253,7 +269,7 @@ def member_losses(model: MadModel, ids: Tensor, targets: Tensor, precision: str)
 @torch.no_grad()
 def score(model: MadModel, setting: Setting, budget: Budget, device: torch.device) -> tuple[list[float], list[float]]:
     """(mean accuracy over classes, plain accuracy) of each member on the test set."""
-    inputs, targets = (torch.from_numpy(a).to(device) for a in generate(setting, "test", budget.test_examples))
+    inputs, targets = (torch.from_numpy(a).to(device) for a in examples(setting, "test", budget.test_examples))
     models, vocab = model.embedding.shape[:2]
     right, wanted, guessed = torch.zeros(3, models, vocab, dtype=torch.long, device=device)
     for start in range(0, len(inputs), budget.batch):

@@ -109,7 +109,8 @@ class StackedAdamW:
     """AdamW [Loshchilov and Hutter] with a rate and a weight decay per model, and gradients clipped per model.
 
     The parameters of `model` become views of one matrix [M, P], so a step is a dozen operations whatever their number.
-    Equal, model by model, to `torch.optim.AdamW` after `clip_grad_norm_`.
+    Equal, model by model, to `torch.optim.AdamW` after `clip_grad_norm_`. All that changes from step to step lies on
+    the device, so that a CUDA graph can hold a step.
     """
 
     def __init__(
@@ -139,7 +140,8 @@ class StackedAdamW:
         shrink = torch.tensor(weight_decay, dtype=torch.float32)[:, None] * torch.cat(mask)
         self.shrink = shrink.to(device)
         self.first, self.second = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
-        self.betas, self.eps, self.clip_norm, self.steps = betas, eps, clip_norm, 0
+        self.betas, self.eps, self.clip_norm = betas, eps, clip_norm
+        self.steps = torch.zeros((), dtype=torch.float64, device=device)  # fp64: 1 - 0.999^n keeps its digits
 
     @torch.no_grad()
     def step(self, rates: Tensor | None = None) -> None:
@@ -153,9 +155,9 @@ class StackedAdamW:
         first, second = self.betas
         self.first.lerp_(gradient, 1 - first)
         self.second.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        spread = (self.second / (1 - second**self.steps)).sqrt_().add_(self.eps)
+        spread = (self.second / (1 - second**self.steps).float()).sqrt_().add_(self.eps)
         self.flat.mul_(1 - rates * self.shrink)
-        self.flat.sub_(self.first / spread * (rates / (1 - first**self.steps)))
+        self.flat.sub_(self.first / spread * (rates / (1 - first**self.steps).float()))
         for parameter in self.parameters:
             parameter.grad = None
 
