@@ -63,15 +63,15 @@ def short_convolution(
     starts = None if cu_seqlens is None else _starts(cu_seqlens, x.shape[1])
     if convolution_backend(backend, x, weight.shape[1]) == "torch" or x.numel() == 0:
         return _torch(x, weight, bias, state, starts).split(widths, -1)
-    from efla_kernels.triton.convolution import convolution  # triton is there wherever it is chosen
+    from efla_kernels.triton.convolution import convolve  # triton is there wherever it is chosen
 
     if state is not None:
         state = state.to(x.dtype)
     if x.is_cuda:
-        return tuple(convolution(x, weight, bias, state, starts, widths))
+        return convolve(x, weight, bias, state, starts, widths)
     # the interpreter rounds to 16 bits by truncation: nothing of 16 bits reaches it
-    wide = [None if t is None else t.float() for t in (x, weight, bias, state)]
-    return tuple(y.to(x.dtype) for y in convolution(*wide, starts, widths))
+    bias, state = (None if t is None else t.float() for t in (bias, state))
+    return tuple(y.to(x.dtype) for y in convolve(x.float(), weight.float(), bias, state, starts, widths))
 
 
 def convolution_state(x: Tensor, taps: int, state: Tensor | None = None) -> Tensor:

@@ -14,17 +14,13 @@ def _row(name: str, case: SsdCase, seeds: tuple[int, ...] = (0,), backend: str =
     return Row(f"{case.op} {_short(case.dtype)} {name}", case, seeds, group=group, backend=backend)
 
 
-def ssd_rows(full: bool) -> list[Row]:
-    """The rows for a GPU: N = 128, P = 64 as the models have them; fp32, which no tensor core serves, at N = P = 32.
-
-    With `full` fp32 also at the models' widths, which takes long to compile.
-    """
+def ssd_rows() -> list[Row]:
+    """The rows for a GPU: N = 128, P = 64 as the models have them; fp32, which is slow to compile, mostly at 32."""
     rows = []
     for op in ("mamba2", "ssd"):
         rows += [_row("main", SsdCase(op), FIVE), _row("main", SsdCase(op, FP16), FIVE)]
         narrow = SsdCase(op, FP32, key_width=32, value_width=32)
-        rows += [_row("32x32", narrow, FIVE)]
-        rows += [_row("128x64", SsdCase(op, FP32))] if full else []
+        rows += [_row("32x32", narrow, FIVE), _row("128x64", SsdCase(op, FP32))]
         for case in (SsdCase(op), narrow):
             rows += [_row("packed", replace(case, cu_seqlens=PACKED, tokens=PACKED[-1]))]
         rows += [_row(f"steps {ends}", SsdCase(op, steps=ends)) for ends in ("tiny", "large", "0 or large")]

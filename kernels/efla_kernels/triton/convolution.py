@@ -17,6 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from efla_kernels.triton.ops import traced
 
 MOST_TAPS = 4  # the kernels are written for four; a shorter convolution has zeros in front
 PARTS = 3
@@ -366,8 +369,7 @@ def _three(parts: list[Tensor]) -> list[Tensor]:
     return [*parts, *[parts[0]] * (PARTS - len(parts))]
 
 
-@torch.library.custom_op("efla_kernels::convolution", mutates_args=())
-def convolution(
+def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, starts: Tensor | None, widths: list[int]
 ) -> list[Tensor]:
     """The parts y [B, T, width] of the convolution of x [B, T, D]; arguments as `short_convolution` checked them.
@@ -386,13 +388,15 @@ def convolution(
     return parts
 
 
+convolution = torch.library.custom_op("efla_kernels::convolution", _forward, mutates_args=())
+
+
 @convolution.register_fake
 def _(x, weight, bias, state, starts, widths):
     return [x.new_empty(x.shape[0], x.shape[1], width) for width in widths]
 
 
-@torch.library.custom_op("efla_kernels::convolution_backward", mutates_args=())
-def convolution_backward(
+def _backward(
     dy: list[Tensor],
     x: Tensor,
     weight: Tensor,
@@ -418,6 +422,9 @@ def convolution_backward(
     return dx, sums[:W].flip(0).t().contiguous(), d_bias, d_state
 
 
+convolution_backward = torch.library.custom_op("efla_kernels::convolution_backward", _backward, mutates_args=())
+
+
 @convolution_backward.register_fake
 def _(dy, x, weight, bias, state, starts, widths):
     fp32 = {"dtype": torch.float32}
@@ -431,6 +438,7 @@ def _(dy, x, weight, bias, state, starts, widths):
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     *tensors, widths = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
     ctx.widths = widths
 
@@ -438,7 +446,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _gradient(ctx: Any, dy: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     x, weight, bias, state, starts = ctx.saved_tensors
     given = [x.new_zeros(*x.shape[:2], width) if part is None else part for part, width in zip(dy, ctx.widths)]
-    dx, d_weight, d_bias, d_state = convolution_backward(given, x, weight, bias, state, starts, ctx.widths)
+    backward = convolution_backward if traced() else _backward
+    dx, d_weight, d_bias, d_state = backward(given, x, weight, bias, state, starts, ctx.widths)
     return (
         dx,
         d_weight.to(weight.dtype),
@@ -450,3 +459,27 @@ def _gradient(ctx: Any, dy: list[Tensor | None]) -> tuple[Tensor | None, ...]:
 
 
 convolution.register_autograd(_gradient, setup_context=_setup)
+
+
+class _Convolution(torch.autograd.Function):
+    """The same op for eager calls, without what torch.library costs the host (see `ops.traced`)."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        output = _forward(*inputs)
+        _setup(ctx, inputs, output)
+        return tuple(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradient(ctx, list(dy))
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, starts: Tensor | None, widths: list[int]
+) -> tuple[Tensor, ...]:
+    """`convolution` by the shortest way."""
+    if traced():
+        return tuple(convolution(x, weight, bias, state, starts, widths))
+    return _Convolution.apply(x, weight, bias, state, starts, widths)

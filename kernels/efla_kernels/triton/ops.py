@@ -136,7 +136,7 @@ def _gradient(ctx: Any, do: Tensor | None, d_final: Tensor | None, *_: Tensor | 
     q, k, v, gate, write, decay, initial, cu_seqlens, *saved = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(v)
-    backward = delta_backward if _traced() else _backward
+    backward = delta_backward if traced() else _backward
     dq, dk, dv, d_gate, d_write, d_decay, d_initial = backward(
         do, d_final, q, k, v, gate, write, decay, initial, cu_seqlens, saved, *ctx.options
     )
@@ -170,7 +170,7 @@ class _Delta(torch.autograd.Function):
         return _gradient(ctx, *gradients)
 
 
-def _traced() -> bool:
+def traced() -> bool:
     """Whether somebody wants to see the op itself: torch.compile, or a mode that watches ops (checkpointing does)."""
     return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
 
@@ -214,7 +214,7 @@ def _run(
     differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     keep_states = differentiated and not recompute
     initial = None if initial_state is None else initial_state.float().contiguous()
-    forward = delta_forward if _traced() else _Delta.apply if differentiated else _forward
+    forward = delta_forward if traced() else _Delta.apply if differentiated else _forward
     o, final, *_ = forward(
         q, k, v, gate, write, decay, initial, cu_seqlens, MODES[op], scale, segments, output_final_state, keep_states
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 
 from efla_kernels.checks import segment_offsets
 from efla_kernels.triton import ssd_launch
@@ -15,7 +16,7 @@ from efla_kernels.triton.ssd_choices import Problem
 from efla_kernels.triton.ssd_launch import Steps
 from efla_kernels.triton.ssd_step import ssd_step
 
-WIDEST_STATE, WIDEST_HEAD = 256, 128
+LARGEST_STATE = {torch.bfloat16: 128 * 128, torch.float16: 128 * 128, torch.float32: 128 * 64}  # N P: shared memory
 
 
 def _problem(x: Tensor, B: Tensor, cu_seqlens: Tensor | None) -> Problem:
@@ -131,10 +132,11 @@ def _check(x: Tensor, B: Tensor, C: Tensor) -> None:
             f"backend triton: expected x, B, C of one type among {DTYPES}, got {x.dtype}, {B.dtype}, {C.dtype}"
         )
     N, P = B.shape[-1], x.shape[-1]
-    if N > WIDEST_STATE or P > WIDEST_HEAD:
+    most = LARGEST_STATE[x.dtype]
+    if P > 128 or next_power_of_2(N) * next_power_of_2(P) > most:
         raise ValueError(
-            f"backend triton: expected a state width up to {WIDEST_STATE} and a head width up to {WIDEST_HEAD}, "
-            f"got {N} and {P}; use backend=torch"
+            f"backend triton: expected heads of width P up to 128, and N P up to {most} with N and P rounded up to powers "
+            f"of two for {x.dtype}, got N={N}, P={P}; use backend=torch"
         )
     if not (x.is_cuda or interpreted()):
         raise ValueError(
