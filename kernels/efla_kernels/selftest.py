@@ -37,7 +37,7 @@ WORKERS = 14
 def all_rows(full: bool) -> list[Row]:
     """The rows of this machine, the same list in the parent and in its workers."""
     if torch.cuda.is_available():
-        return [*accelerator_rows(full), *ssd_rows(full), *layer_rows()]
+        return [*accelerator_rows(full), *ssd_rows(), *layer_rows()]
     return [*interpreter_rows(), *ssd_interpreter_rows(), *layer_interpreter_rows()]
 
 

@@ -202,7 +202,7 @@ def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="one type"):
         mamba2(x, dt, h, B.double(), B, h, h, backend="triton")
     wide = torch.randn(1, 4, 1, 520)
-    with pytest.raises(ValueError, match=r"N P up to 8192.*got N=520, P=16; use backend=torch"):
+    with pytest.raises(ValueError, match=r"N P up to 8192 .*got N=520, P=16; use backend=torch"):
         mamba2(x, dt, h, wide, wide, h, h, backend="triton")
     with pytest.raises(ValueError, match=r"cu_seqlens.*never decrease"):
         mamba2(x, dt, h, B, B, h, h, cu_seqlens=torch.tensor([0, 3, 2, 4]), backend="triton")

@@ -135,8 +135,8 @@ def _check(x: Tensor, B: Tensor, C: Tensor) -> None:
     most = LARGEST_STATE[x.dtype]
     if P > 128 or next_power_of_2(N) * next_power_of_2(P) > most:
         raise ValueError(
-            f"backend triton: expected heads of width P up to 128, and N P up to {most} with N and P rounded up to powers "
-            f"of two for {x.dtype}, got N={N}, P={P}; use backend=torch"
+            f"backend triton: expected a head width P up to 128, and N P up to {most} for {x.dtype} (both rounded up to "
+            f"powers of two), got N={N}, P={P}; use backend=torch"
         )
     if not (x.is_cuda or interpreted()):
         raise ValueError(
