@@ -135,7 +135,7 @@ def _check(x: Tensor, B: Tensor, C: Tensor) -> None:
     most = LARGEST_STATE[x.dtype]
     if P > 128 or next_power_of_2(N) * next_power_of_2(P) > most:
         raise ValueError(
-            f"backend triton: expected a head width P up to 128, and N P up to {most} for {x.dtype} (both rounded up to "
+            f"backend triton: expected a head width P up to 128 and N P up to {most} for {x.dtype} (both rounded up to "
             f"powers of two), got N={N}, P={P}; use backend=torch"
         )
     if not (x.is_cuda or interpreted()):
