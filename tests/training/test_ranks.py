@@ -35,10 +35,14 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def family_settings(model: str, tied: bool) -> tuple[str, ...]:
-    """Each model: untied in fp32, tied in bf16. A device takes two windows at once, so all add up the same pieces."""
+    """Each model: untied in fp32, tied in bf16. A device takes two windows at once, so all add up the same pieces.
+
+    In bf16 one process is sharded too (over itself): it then rounds gradients where the others do.
+    """
     name, precision = f"{model}-{'tied' if tied else 'untied'}", "bf16" if tied else "fp32"
     return (
         *SHORT, f"name={name}", f"model={model}", f"model.tie_word_embeddings={tied}", f"train.precision={precision}",
+        *([FSDP] if tied else []),
     )  # fmt: skip
 
 
@@ -141,6 +145,17 @@ def test_ragged_batch(two: Two) -> None:
     verdict = update(model, adamw(model), [ragged_batch()], world, replicas=1, clip_norm=None, stop=True).tolist()
     distributed.finish()
     assert first == pytest.approx(verdict, rel=1e-5)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_process_without_sharding_in_bf16(corpus: Path, single: Path, tmp_path: Path, model: str) -> None:
+    """Weights cast where they are used train as weights gathered in bf16 do, but for the rounding of gradients."""
+    *settings, _ = family_settings(model, tied=True)
+    assert run_here(corpus, tmp_path, *settings) == 0
+    for key in ("loss", "grad_norm"):
+        ours, sharded = metrics(tmp_path, f"{model}-tied", key), metrics(single, f"{model}-tied", key)
+        assert ours[0] == pytest.approx(sharded[0], rel=1e-6 if key == "loss" else 2e-3)
+        assert ours == pytest.approx(sharded, rel=5e-3)
 
 
 def test_another_number_of_processes_goes_on(two: Two, single: Path, corpus: Path) -> None:
