@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from efla_kernels.environment import describe_environment
 
-from efla_lm.benchmarks import report, run
+from efla_lm.benchmarks import mamba_calls, report, run
 from efla_lm.benchmarks.settings import BenchSettings
 from efla_lm.errors import UserError
 from efla_lm.settings import entry, to_dict
@@ -35,6 +35,7 @@ def main(settings: BenchSettings) -> int:
         raise UserError(f"out={path} is a folder: name the file")
     start = time.perf_counter()
     os.environ["FLA_CACHE_RESULTS"] = "0"  # see `compile_side_by_side`
+    mamba_calls.use_mamba_ssm(settings.mamba_ssm)
     if settings.workers:
         run.compile_side_by_side(settings)
     compiled = time.perf_counter() - start
@@ -61,7 +62,7 @@ def main(settings: BenchSettings) -> int:
 def record(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
     """Keep a row and say it."""
     rows.append(row)
-    name = f"{row['op']:<15}{row['impl']:<6}{row['batch']}x{row['tokens']} H={row['heads']} {row['direction']}"
+    name = f"{row['op']:<15}{row['impl']:<10}{row['batch']}x{row['tokens']} H={row['heads']} {row['direction']}"
     if "skipped" in row:
         print(f"{name:<48} skipped: {row['skipped']}", flush=True)
     else:

@@ -18,7 +18,10 @@ import torch
 from efla_kernels import model_coefficients, unit_norm
 from torch import Tensor
 
+from efla_lm.benchmarks import mamba_calls
+
 Tensors = dict[str, Tensor]
+CHUNK_SCAN = "mamba_chunk_scan_combined"
 
 
 class Unserved(Exception):
@@ -36,6 +39,8 @@ class Call:
 
 def names(op: str) -> list[str]:
     """The op's inputs in order."""
+    if op == "mamba2":
+        return list(mamba_calls.NAMES)
     return ["q", "k", "v", "beta_logit", *(["log_g"] if op.startswith("gated") else [])]
 
 
@@ -46,10 +51,20 @@ def make_call(op: str, impl: str, tensors: Tensors) -> Call:
         backend = "triton" if impl == "ours" else "torch"
         run = partial(_own, op, backend)
         return Call(run, run, leaves)
+    if impl == "mamba_ssm":
+        try:
+            peer = partial(mamba_calls.mamba_ssm, mamba_calls.mamba_ssm_kernel("ssd_combined", CHUNK_SCAN))
+        except (ImportError, AttributeError) as missing:
+            raise Unserved(str(missing)) from missing
+        return Call(peer, peer, leaves)
     try:
         kernel = _fla_kernel(op)
     except (ImportError, AttributeError) as missing:
         raise Unserved(f"fla cannot be imported: {missing}") from missing
+    if op == "mamba2":
+        with torch.no_grad():
+            own = mamba_calls.simple_gla_inputs(tensors)
+        return Call(partial(mamba_calls.simple_gla_whole, kernel), partial(mamba_calls.simple_gla, kernel), own)
     whole = partial(_fla_whole, op, kernel)
     if op == "efla":
         return Call(whole, whole, leaves)
@@ -57,6 +72,8 @@ def make_call(op: str, impl: str, tensors: Tensors) -> Call:
 
 
 def _own(op: str, backend: str, x: Tensors) -> Tensor:
+    if op == "mamba2":
+        return mamba_calls.own(backend, x)
     return getattr(efla_kernels, op)(*(x[name] for name in names(op)), backend=backend)[0]
 
 
@@ -66,6 +83,7 @@ def _fla_kernel(op: str) -> Callable[..., Any]:
         "efla": ("fla.ops.delta_rule", "chunk_delta_rule"),
         "gated_deltanet": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
         "gated_efla": ("fla.ops.gdn2", "chunk_gdn2"),
+        "mamba2": ("fla.ops.simple_gla", "chunk_simple_gla"),
     }[op]
     return getattr(import_module(module), name)
 

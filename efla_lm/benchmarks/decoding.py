@@ -9,6 +9,7 @@ import efla_kernels
 import torch
 from torch import Tensor
 
+from efla_lm.benchmarks import mamba_calls
 from efla_lm.benchmarks.calls import Unserved
 
 TAPS = 4
@@ -16,7 +17,9 @@ Step = Callable[[], Tensor]
 
 
 def decode_inputs(rule: str, batch: int, heads: int, width: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """Seeded arguments of `efla_kernels.decode_step`."""
+    """Seeded arguments of `efla_kernels.decode_step` (of `mamba2_step` for mamba2)."""
+    if rule == "mamba2":
+        return mamba_calls.decode_inputs(batch, heads, width, dtype, device)
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -40,6 +43,8 @@ def decode_inputs(rule: str, batch: int, heads: int, width: int, dtype: torch.dt
 def truth(rule: str, tensors: dict[str, Tensor]) -> Tensor:
     """y in float64 from the rounded inputs."""
     wide = {name: x.to(torch.float64, copy=True) for name, x in tensors.items()}
+    if rule == "mamba2":
+        return efla_kernels.mamba2_step(**_arguments(wide), backend="torch")
     return efla_kernels.decode_step(rule, **_arguments(wide), backend="torch")
 
 
@@ -51,9 +56,17 @@ def make_step(rule: str, impl: str, tensors: dict[str, Tensor]) -> Step:
     """A function that decodes one token from `tensors`, whose states it may move on; raises `Unserved`."""
     if impl in ("ours", "torch"):
         backend = "triton" if impl == "ours" else "torch"
+        if rule == "mamba2":
+            return lambda: efla_kernels.mamba2_step(**_arguments(tensors), backend=backend)
         return lambda: efla_kernels.decode_step(rule, **_arguments(tensors), backend=backend)
+    if impl == "mamba_ssm":
+        try:
+            kernel = mamba_calls.mamba_ssm_kernel("selective_state_update", "selective_state_update")
+        except ImportError as missing:
+            raise Unserved(str(missing)) from missing
+        return mamba_calls.mamba_ssm_step(kernel, tensors)
     if rule != "deltanet":
-        raise Unserved("fla has a decoding chain for DeltaNet here; EFLA has no counterpart in it")
+        raise Unserved("fla has a decoding chain for DeltaNet here; the other rules have no counterpart in it")
     return _fla_step(tensors)
 
 

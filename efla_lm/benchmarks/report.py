@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import statistics
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-LABELS = {"efla": "EFLA", "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "gated_efla": "Gated EFLA"}
+LABELS = {
+    "efla": "EFLA", "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "gated_efla": "Gated EFLA",
+    "mamba2": "Mamba-2",
+}  # fmt: skip
 # the op that each of ours is compared with: fla has no EFLA of its own, and DeltaNet is its fastest rule of this kind
-BASELINE = {"efla": "deltanet", "deltanet": "deltanet", "gated_deltanet": "gated_deltanet", "gated_efla": "gated_efla"}
+BASELINE = {"efla": "deltanet", **{op: op for op in LABELS if op != "efla"}}
+PEERS = ("fla", "mamba_ssm")  # fla's Mamba-2 is simple_gla with B and C repeated for every head
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -51,30 +56,32 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def ratios(result: dict[str, Any], op: str, direction: str, figure: str = "device_us") -> dict[str, float]:
-    """fla's figure over ours by shape ("H=8 8x2048"), for the shapes that both have."""
+def ratios(
+    result: dict[str, Any], op: str, direction: str, figure: str = "device_us", peer: str = "fla"
+) -> dict[str, float]:
+    """The peer's figure over ours by shape ("H=8 8x2048"), for the shapes that both have."""
     ours, theirs = {}, {}
     for row in result["rows"]:
         if figure in row and row["direction"] == direction:
             name = f"H={row['heads']} {row['batch']}x{row['tokens']}"
             if (row["op"], row["impl"]) == (op, "ours"):
                 ours[name] = row[figure]
-            if (row["op"], row["impl"]) == (BASELINE[op], "fla"):
+            if (row["op"], row["impl"]) == (BASELINE[op], peer):
                 theirs[name] = row[figure]
     return {name: theirs[name] / ours[name] for name in ours if name in theirs}
 
 
 def ratio_lines(result: dict[str, Any]) -> list[str]:
-    """How many times faster than fla, and what Gated EFLA and DeltaNet of ours cost beside EFLA."""
+    """How many times faster than the peers, and what Gated EFLA and DeltaNet of ours cost beside EFLA."""
     lines = []
     for op, base in BASELINE.items():
         for direction in ("fwd", "fwd_bwd", "decode"):
-            for figure, label in (("device_us", "device"), ("wall_us", "wall")):
-                found = ratios(result, op, direction, figure)
+            for peer, (figure, label) in product(PEERS, (("device_us", "device"), ("wall_us", "wall"))):
+                found = ratios(result, op, direction, figure, peer)
                 if found:
                     mean, least = statistics.geometric_mean(found.values()), min(found, key=lambda n: found[n])
                     lines.append(
-                        f"- {LABELS[op]} {direction} against fla's {LABELS[base]}, {label} time: {mean:.2f}x "
+                        f"- {LABELS[op]} {direction} against {peer}'s {LABELS[base]}, {label} time: {mean:.2f}x "
                         f"(geometric mean of {len(found)}), least {found[least]:.2f}x at {least}"
                     )
     times = {
@@ -106,7 +113,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(1, max(1, len(heads)), figsize=(5.2 * max(1, len(heads)), 3.8), squeeze=False)
     for axis, count in zip(axes[0], heads, strict=False):
         for op in LABELS:
-            for impl, style in (("ours", "-o"), ("fla", "--s")):
+            for impl, style in (("ours", "-o"), ("fla", "--s"), ("mamba_ssm", ":^")):
                 of_op = [r for r in rows if _key(r, "op", "impl", "heads") == (op, impl, count)]
                 both = [r for r in of_op if r["direction"] == "fwd_bwd"]
                 curve = sorted((r["tokens"], r["device_us"]) for r in both or of_op)

@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 from efla_kernels.accuracy import Case, relative_errors
+from efla_kernels.accuracy_ssd import SsdCase
 from torch import Tensor
 
-from efla_lm.benchmarks import decoding
+from efla_lm.benchmarks import decoding, mamba_calls
 from efla_lm.benchmarks.calls import Call, Unserved, make_call
 from efla_lm.benchmarks.settings import BenchSettings
 from efla_lm.benchmarks.timing import device_time, peak_memory_mib, wall_time
 
 DEVICE = "cuda"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MAMBA_HEADS = 4  # heads of width 64 in Mamba-2 for each head of width 128 in the delta rules at the same hidden size
+TUNED_PARTS = 4  # processes among which mamba-ssm's configurations are divided for compilation
 # Ours may not be timed while it is wrong; a peer beyond its bound is reported as it is.
 BOUND = {"bf16": 2e-2, "fp16": 2e-2, "fp32": 1e-4}
 
@@ -35,8 +38,16 @@ class Shape:
     width: int
     dtype: str
 
-    def case(self) -> Case:
-        """Raw keys of norm 4, no states: what the op is trained with."""
+    def case(self) -> Case | SsdCase:
+        """Raw keys of norm 4, no states: what the op is trained with.
+
+        Mamba-2 has the same hidden size: twice the inner width, in heads half as wide.
+        """
+        if self.op == "mamba2":
+            return SsdCase(
+                "mamba2", DTYPES[self.dtype], batch=self.batch, tokens=self.tokens, heads=self.heads,
+                key_width=self.width, value_width=self.width // 2, initial=False, final=False,
+            )  # fmt: skip
         return Case(
             self.op, DTYPES[self.dtype], batch=self.batch, tokens=self.tokens, heads=self.heads,
             key_width=self.width, value_width=self.width, initial=False, final=False,
@@ -46,13 +57,17 @@ class Shape:
         """The columns that say what was measured."""
         return {
             "op": self.op, "impl": impl, "batch": self.batch, "tokens": self.tokens, "heads": self.heads,
-            "key_width": self.width, "value_width": self.width, "dtype": self.dtype, "direction": direction,
+            "key_width": self.width, "value_width": self.case().value_width, "dtype": self.dtype,
+            "direction": direction,
         }  # fmt: skip
 
 
 def shapes(settings: BenchSettings, op: str, impl: str, heads: int) -> list[Shape]:
     """The shapes of one implementation; the PyTorch form, slow and large, takes the first only."""
+    if impl == "mamba_ssm" and op != "mamba2":
+        return []
     pairs = settings.pairs()[:1] if impl == "torch" else settings.pairs()
+    heads = heads * MAMBA_HEADS if op == "mamba2" else heads
     return [Shape(op, batch, tokens, heads, settings.width, settings.dtype) for batch, tokens in pairs]
 
 
@@ -151,7 +166,7 @@ def measure_op(settings: BenchSettings, op: str, heads: int) -> Iterator[dict[st
                     continue
                 if impl == "ours" and not max(errors.values()) <= BOUND[shape.dtype]:
                     raise AssertionError(f"{shape.row(impl, direction)}: wrong before it is timed: {errors}")
-                if direction == "fwd_bwd" and "dq" not in errors:
+                if direction == "fwd_bwd" and set(errors) == {"o"}:
                     yield shape.row(impl, direction) | {"skipped": "its backward pass refuses to run here"}
                     continue
                 try:
@@ -165,9 +180,12 @@ def measure_op(settings: BenchSettings, op: str, heads: int) -> Iterator[dict[st
 
 def measure_decoding(settings: BenchSettings, op: str, heads: int) -> Iterator[dict[str, Any]]:
     """The decoding step's rows."""
+    heads = heads * MAMBA_HEADS if op == "mamba2" else heads
     for batch in settings.decode_batches:
         shape = Shape(op, batch, 1, heads, settings.width, settings.dtype)
         for impl in settings.impls:
+            if impl == "mamba_ssm" and op != "mamba2":
+                continue
             inputs = decoding.decode_inputs(op, batch, heads, settings.width, DTYPES[settings.dtype], DEVICE)
             expected = {"o": decoding.truth(op, inputs)}
             try:
@@ -186,8 +204,9 @@ def measure_decoding(settings: BenchSettings, op: str, heads: int) -> Iterator[d
 def compile_side_by_side(settings: BenchSettings) -> None:
     """Compile everything in parallel processes; what they leave in Triton's cache on disk is then found ready."""
     jobs = [
-        (settings, op, impl, heads) for op in settings.ops for heads in settings.heads for impl in settings.impls
-        if impl != "torch"
+        (settings, op, impl, heads, part, TUNED_PARTS if impl == "mamba_ssm" else 1)
+        for op in settings.ops for heads in settings.heads for impl in settings.impls if impl != "torch"
+        for part in range(TUNED_PARTS if impl == "mamba_ssm" and op == "mamba2" else 1)
     ]  # fmt: skip
     # fla would keep the tuning of these processes, which disturb each other; the measuring one tunes anew
     os.environ["FLA_CACHE_RESULTS"] = "0"
@@ -196,8 +215,10 @@ def compile_side_by_side(settings: BenchSettings) -> None:
             done.result()
 
 
-def warm(settings: BenchSettings, op: str, impl: str, heads: int) -> None:
-    """Run one implementation once at every shape."""
+def warm(settings: BenchSettings, op: str, impl: str, heads: int, part: int = 0, parts: int = 1) -> None:
+    """Run one implementation once at every shape; mamba-ssm with a part of what its kernels are tuned over."""
+    if impl == "mamba_ssm":
+        mamba_calls.use_mamba_ssm(settings.mamba_ssm, part, parts)
     for shape in shapes(settings, op, impl, heads):
         tensors = shape.case().inputs(0, DEVICE, drawn_on=DEVICE)
         try:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from efla_lm.errors import UserError
 from efla_lm.settings.fields import PATH, key
 
-OPS = ("efla", "deltanet", "gated_deltanet", "gated_efla")
-IMPLEMENTATIONS = ("ours", "fla", "torch")
+OPS = ("efla", "deltanet", "gated_deltanet", "gated_efla", "mamba2")
+IMPLEMENTATIONS = ("ours", "fla", "torch", "mamba_ssm")
 
 
 @dataclass
@@ -16,10 +16,14 @@ class BenchSettings:
     """What is measured, how often, and where it goes. The default is the set of shapes that the project is held to."""
 
     ops: list[str] = key([*OPS], "token mixers")
-    impls: list[str] = key([*IMPLEMENTATIONS], "ours, fla (flash-linear-attention), torch (our chunked PyTorch)")
+    impls: list[str] = key(
+        ["ours", "fla", "torch"],
+        "ours, fla (flash-linear-attention), torch (our chunked PyTorch), mamba_ssm (mamba2 only)",
+    )
+    mamba_ssm: str | None = key(None, "folder with mamba-ssm's sources, for impls=[...,mamba_ssm]", path=PATH)
     shapes: list[str] = key(["8x2048", "4x4096", "2x8192", "1x16384"], "batch x tokens; torch takes the first only")
-    heads: list[int] = key([8, 16], "heads")
-    width: int = key(128, "width of keys and values")
+    heads: list[int] = key([8, 16], "heads; mamba2 takes four times as many, its heads at the same hidden size")
+    width: int = key(128, "width of keys and values; of mamba2's state, whose heads are half as wide")
     dtype: str = key("bf16", "type of the inputs", choices=("bf16", "fp16", "fp32"))
     directions: list[str] = key(["fwd", "fwd_bwd", "decode"], "fwd, fwd_bwd, decode")
     decode_batches: list[int] = key([1, 64], "batch sizes of the decoding step")
@@ -36,6 +40,8 @@ class BenchSettings:
             wrong = [x for x in getattr(self, name) if x not in values]
             if wrong:
                 raise UserError(f"{name}={wrong}: expected a list from {', '.join(values)}")
+        if "mamba_ssm" in self.impls and not (self.mamba_ssm or self.table):
+            raise UserError("impls: mamba_ssm needs the folder with its sources, mamba_ssm=FOLDER")
         for shape in self.shapes:
             parts = shape.split("x")
             if len(parts) != 2 or not all(p.isdigit() and int(p) > 0 for p in parts):

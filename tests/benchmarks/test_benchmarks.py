@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from efla_kernels.accuracy import relative_errors
 
-from efla_lm.benchmarks import calls, decoding, report, run
+from efla_lm.benchmarks import calls, decoding, mamba_calls, report, run
 from efla_lm.benchmarks.settings import BenchSettings
+from efla_lm.errors import UserError
 from scripts import bench
 
 
@@ -23,6 +25,8 @@ def naive(op: str) -> Any:
     """fla's PyTorch recurrences in the place of its kernels, which need a GPU."""
     if op == "gated_efla":
         return pytest.importorskip("fla.ops.gdn2.naive").naive_recurrent_gdn2
+    if op == "mamba2":
+        return pytest.importorskip("fla.ops.simple_gla.naive").naive_chunk_simple_gla
 
     def rule(q, k, v, beta, g=None, use_qk_l2norm_in_kernel=False):
         # delta_rule's kernels in the words of the other naive form: one gate for all channels
@@ -47,8 +51,72 @@ def test_flas_op_computes_ours(monkeypatch: pytest.MonkeyPatch, op: str) -> None
     assert max(relative_errors({"o": call.timed(call.leaves)}, {"o": truth["o"]}).values()) < 1e-5
 
 
+def test_simple_gla_with_repeated_b_and_c_is_mamba2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and every gradient; what is timed is the rule without the skip."""
+    monkeypatch.setattr(calls, "_fla_kernel", naive)
+    case = small("mamba2").case()
+    tensors = case.inputs(0, "cpu")
+    truth = case.truth(tensors)
+    call = calls.make_call("mamba2", "fla", tensors)
+    assert max(relative_errors(run.outputs(call, tensors, calls.names("mamba2")), truth).values()) < 1e-5
+    y = call.timed(call.leaves) + tensors["D"].unsqueeze(-1) * tensors["x"]
+    assert relative_errors({"o": y}, {"o": truth["o"]})["o"] < 1e-5
+
+
+@pytest.fixture
+def mamba_ssm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as mamba-ssm's archive has it, with its functions' signatures around our PyTorch."""
+    folder = tmp_path / "mamba_ssm" / "ops" / "triton"
+    folder.mkdir(parents=True)
+    (tmp_path / "mamba_ssm" / "__init__.py").write_text("raise ImportError('no CUDA extension')")
+    (folder / "ssd_combined.py").write_text(
+        "import efla_kernels\n"
+        "class Tuner:\n"
+        "    configs = list(range(10))\n"
+        "Tuner.__module__ = 'triton.runtime.autotuner'\n"
+        "kernel = Tuner()\n"
+        "def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False):\n"
+        "    assert dt_softplus and z is None and chunk_size == 256\n"
+        "    return efla_kernels.mamba2(x, dt, (-A).log(), B, C, D, dt_bias, backend='torch')[0]\n"
+    )
+    (folder / "selective_state_update.py").write_text(
+        "import efla_kernels\n"
+        "def selective_state_update(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False):\n"
+        "    assert dt.shape == x.shape and A.shape == (*x.shape[1:], B.shape[2]) and dt_softplus and z is None\n"
+        "    states = state.transpose(2, 3).contiguous()\n"
+        "    heads = (dt[..., 0], (-A[:, 0, 0]).log(), B, C, D[:, 0], dt_bias[:, 0])\n"
+        "    return efla_kernels.mamba2_step(x, *heads, states, backend='torch')\n"
+    )
+    yield tmp_path
+    for name in [n for n in sys.modules if n.split(".")[0] == "mamba_ssm"]:
+        del sys.modules[name]
+
+
+def test_mamba_ssm_is_read_from_a_folder(mamba_ssm: Path) -> None:
+    tensors = small("mamba2").case().inputs(0, "cpu")
+    with pytest.raises(calls.Unserved, match="mamba_ssm=FOLDER"):
+        calls.make_call("mamba2", "mamba_ssm", tensors)
+    with pytest.raises(UserError, match=r"expected a folder with mamba_ssm/ops/triton"):
+        mamba_calls.use_mamba_ssm(str(mamba_ssm / "mamba_ssm"))
+    mamba_calls.use_mamba_ssm(str(mamba_ssm))
+    call = calls.make_call("mamba2", "mamba_ssm", tensors)
+    got = run.outputs(call, tensors, calls.names("mamba2"))
+    assert max(relative_errors(got, small("mamba2").case().truth(tensors)).values()) < 1e-5
+    inputs = decoding.decode_inputs("mamba2", 2, 2, 16, torch.float32, "cpu")
+    expected = decoding.truth("mamba2", inputs)
+    assert (decoding.make_step("mamba2", "mamba_ssm", inputs)() - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_processes_divide_what_mamba_ssm_is_tuned_over(mamba_ssm: Path) -> None:
+    parts = []
+    for part in range(4):
+        mamba_calls.use_mamba_ssm(str(mamba_ssm), part, 4)
+        parts += sys.modules["mamba_ssm.ops.triton.ssd_combined"].kernel.configs
+    assert sorted(parts) == list(range(10))
+
+
 def test_decoding_inputs_fit_the_op() -> None:
-    for rule in ("deltanet", "gated_efla"):
+    for rule in ("deltanet", "gated_efla", "mamba2"):
         inputs = decoding.decode_inputs(rule, 2, 2, 16, torch.float32, "cpu")
         expected = decoding.truth(rule, inputs)
         got = decoding.make_step(rule, "torch", inputs)()
@@ -87,6 +155,24 @@ def test_the_course_of_a_run() -> None:
     assert [("skipped" in row, row["impl"]) for row in decoded] == [(False, "ours"), (True, "fla"), (False, "torch")]
     for op in settings.ops:
         run.warm(settings, op, "ours", 2)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_course_of_a_run_of_mamba2(mamba_ssm: Path) -> None:
+    settings = tiny_settings()
+    settings.ops, settings.impls, settings.mamba_ssm = ["mamba2", "efla"], ["ours", "fla", "mamba_ssm"], str(mamba_ssm)
+    mamba_calls.use_mamba_ssm(settings.mamba_ssm)
+    rows = list(run.measure_op(settings, "mamba2", 2))
+    assert len(rows) == 2 * 3 * 2 and not any("skipped" in row for row in rows)
+    assert {(row["heads"], row["key_width"], row["value_width"]) for row in rows} == {(8, 16, 8)}
+    assert set(rows[1]["rel_errs"]) == {"o", *("d" + name for name in mamba_calls.NAMES)}
+    assert {row["impl"] for row in run.measure_op(settings, "efla", 2)} == {"ours", "fla"}
+    decoded = list(run.measure_decoding(settings, "mamba2", 2))
+    assert [("skipped" in row, row["impl"]) for row in decoded] == [
+        (False, "ours"),
+        (True, "fla"),
+        (False, "mamba_ssm"),
+    ]
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -151,7 +237,7 @@ def test_the_pytorch_form_takes_the_first_shape_only() -> None:
     assert [s.batch for s in run.shapes(settings, "efla", "torch", 8)] == [8]
 
 
-@pytest.mark.parametrize("argument", ["shapes=[8by2048]", "impls=[cuda]", "ops=[mamba2]", "seeds=0"])
+@pytest.mark.parametrize("argument", ["shapes=[8by2048]", "impls=[cuda]", "impls=[mamba_ssm]", "ops=[mamba]", "seeds=0"])
 def test_values_that_mean_nothing_are_refused(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main.run([argument]) in (1, 2)
     assert "error:" in capsys.readouterr().err
