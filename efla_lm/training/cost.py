@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from efla_lm.models import EflaConfig, count_parameters
 from efla_lm.models.config import DELTA_MIXERS
 
-CHUNK = 64
+CHUNK, SSD_CHUNK = 64, 128  # tokens of the kernels' chunks
 LOSS_ROWS = 2048
 GIB = 2**30
 
@@ -70,8 +70,8 @@ def saved_per_token(config: EflaConfig, compiled: bool = True, keeping: str = "n
                           gate + H (2 C + table)  (inverse and scores; the gates' table of 6 numbers, gated: 8)
                           + H (K V / C + V)       (chunk states, solved rows; not with backend=triton_recompute)
         attention         3 A (q, k, v) + A (output) + 2 H (log-sums)
-        Mamba-2           2 E + 2 G N + heads (projection) [+ E + 2 G N (after the convolution) + 2 E (output, normed)
-                          + 984 per head: the chunked PyTorch form, read from its graph for heads of 64 x 128]
+        Mamba-2           2 E + 2 G N + heads (projection) [+ E + 2 G N (after the convolution)] + E (output) [+ E
+                          (normed)] + heads (4 + N P / 128)  (the gates' table, states of chunks of 128 tokens)
 
     Blocks that are not compiled keep F more (SiLU of the gate), unless selective.
     """
@@ -80,8 +80,9 @@ def saved_per_token(config: EflaConfig, compiled: bool = True, keeping: str = "n
     mixer: float
     if config.mixer == "mamba2":
         E, narrow = config.inner_size, 2 * config.num_groups * config.state_size
-        mixer = 2 * E + narrow + config.mamba_heads
-        mixer += 0 if again else (E + narrow) + 2 * E + 984 * config.mamba_heads
+        mixer = 2 * E + narrow + config.mamba_heads + E + 4 * config.mamba_heads
+        mixer += 0 if again else (E + narrow) + E
+        mixer += 0 if config.backend == "triton_recompute" else E * config.state_size / SSD_CHUNK
     elif config.mixer in DELTA_MIXERS:
         K = V = config.head_dim
         table = 6 if config.mixer in ("efla", "deltanet") else 8

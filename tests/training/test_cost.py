@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import efla_kernels
 import pytest
 import torch
-from efla_kernels.triton import choices, ops
+from efla_kernels.triton import choices, ops, ssd_ops
 from efla_kernels.triton.convolution import convolution
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -115,6 +116,10 @@ def saved_by_compile(
         mode = choices.MODES[config.mixer]
         return ops.delta_forward(q, k, v, beta, None, log_g, None, None, mode, 0.1, 1, False, keep_states)[0], None
 
+    def duality(x, dt, A_log, B, C, D, dt_bias, **options: Any) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        steps = (None, A_log, dt_bias, D, None)
+        return ssd_ops.ssd_forward(x, dt, B, C, *steps, None, None, False, keep_states)[0], None
+
     found: list[tuple[float, float]] = []
 
     def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
@@ -135,7 +140,9 @@ def saved_by_compile(
 
     monkeypatch.setattr(ShortConvolution, "forward", convolve)
     block = EflaBlock(config).train()
-    if config.mixer != "attention":
+    if config.mixer == "mamba2":
+        monkeypatch.setattr(efla_kernels, "mamba2", duality)
+    elif config.mixer != "attention":
         block.mixer.rule = rule  # type: ignore[assignment]
     x = torch.zeros(batch, T, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     info = SequenceInfo(batch, T, x.device)
@@ -151,7 +158,7 @@ def saved_by_compile(
     return activations, weights
 
 
-@pytest.mark.parametrize("mixer", ["efla", "gated_efla", "deltanet", "gated_deltanet"])
+@pytest.mark.parametrize("mixer", ["efla", "gated_efla", "deltanet", "gated_deltanet", "mamba2"])
 @pytest.mark.parametrize("kind", ["none", "selective"])
 @pytest.mark.parametrize("keep_states", [True, False])
 def test_elements_of_a_block_are_those_that_compile_keeps(
