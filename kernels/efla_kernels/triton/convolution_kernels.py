@@ -1,0 +1,321 @@
+"""Short causal depthwise convolution and SiLU, forward and backward, for several outputs in one launch.
+
+    z_t = bias + sum_j w_j x_{t-j}  (j < W, w_0 the last tap),   y_t = z_t sigmoid(z_t)
+    dz_t = dy_t s (1 + z (1 - s)),  s = sigmoid(z_t);   dx_t = sum_j w_j dz_{t+j};   dw_j = sum_t dz_t x_{t-j}
+
+A program marches through STRIP tokens of BLOCK channels (ROWS strips side by side): the last three inputs, or the
+gradients of the last three inputs that are not complete yet, stay in registers, so that every tensor moves once, z is
+computed once in the backward pass, and the sums of dw and dbias need no exchange between threads. Each program writes
+its sums into a row of a table, which PyTorch adds up: no atomics, the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def part_of(block, y0, y1, y2, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, BLOCK: tl.constexpr):
+    """(tensor, width, first channel, first column) of a channel block; no block reaches into two of the parts."""
+    end0: tl.constexpr = (D0 + BLOCK - 1) // BLOCK
+    end1: tl.constexpr = end0 + (D1 + BLOCK - 1) // BLOCK
+    in0 = block < end0
+    in1 = block < end1
+    pointer = tl.where(in0, y0, tl.where(in1, y1, y2))
+    width = tl.where(in0, D0, tl.where(in1, D1, D2))
+    before = tl.where(in0, 0, tl.where(in1, D0, D0 + D1))
+    column = (block - tl.where(in0, 0, tl.where(in1, end0, end1))) * BLOCK
+    return pointer, width, before, column
+
+
+@triton.jit
+def tap(weight, channels, inside, J: tl.constexpr, W: tl.constexpr):
+    """w_J in fp32; zeros where the convolution has no such tap."""
+    if J < W:
+        return tl.load(weight + channels * W + (W - 1 - J), mask=inside, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros(channels.shape, tl.float32)
+
+
+@triton.jit
+def before_strip(x, state, b, t, T, stride, channels, inside, D: tl.constexpr, W: tl.constexpr, STATE: tl.constexpr):
+    """The input at token t < T of row b, in fp32: from `state` where t < 0, zeros where there is none."""
+    value = tl.load(x + (b * T + t) * stride + channels, mask=inside & (t >= 0) & (t < T), other=0.0).to(tl.float32)
+    if STATE:
+        held = inside & (t < 0) & (t >= 1 - W)
+        value += tl.load(state + (b * (W - 1) + (t + W - 1)) * D + channels, mask=held, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def row_at(base, b, t, T, end, stride, columns, inside):
+    """Token t of row b at `columns`, as stored; zeros from `end` or T on."""
+    return tl.load(base + (b * T + t) * stride + columns, mask=inside & (t < end) & (t < T), other=0.0)
+
+
+@triton.jit
+def same_document(starts, t, T, PACKED: tl.constexpr):
+    """Whether tokens t-1, t-2, t-3 belong to t's document. Equal rows: always, what lies before them is zero."""
+    if PACKED:
+        start = tl.load(starts + t, mask=t < T, other=0)
+        return t - 1 >= start, t - 2 >= start, t - 3 >= start
+    else:
+        return t >= 0, t >= 0, t >= 0
+
+
+@triton.jit
+def masked_taps(starts, t, T, h1, h2, h3, PACKED: tl.constexpr):
+    """The inputs before token t, zeros where they belong to another document."""
+    if PACKED:
+        m1, m2, m3 = same_document(starts, t, T, PACKED)
+        return tl.where(m1, h1, 0.0), tl.where(m2, h2, 0.0), tl.where(m3, h3, 0.0)
+    else:
+        return h1, h2, h3
+
+
+@triton.jit
+def activate(base, b, t, T, end, width, columns, inside, starts, x, h1, h2, h3, w0, w1, w2, w3, bias,
+             PACKED: tl.constexpr):  # fmt: skip
+    """Store y of token t, whose input is x and whose earlier ones are h1, h2, h3."""
+    h1, h2, h3 = masked_taps(starts, t, T, h1, h2, h3, PACKED)
+    z = bias + w0 * x + w1 * h1 + w2 * h2 + w3 * h3
+    y = z / (1.0 + tl.exp(-z))
+    keep = inside & (t < end) & (t < T)
+    tl.store(base + (b * T + t) * width + columns, y.to(base.dtype.element_ty), mask=keep)
+
+
+@triton.jit(do_not_specialize=["T", "strips"])
+def convolution_kernel(
+    x,  # [B, T, D], rows `stride` apart, batches right behind each other
+    weight,  # [D, W]
+    bias,  # [D]; BIAS only
+    state,  # [B, W-1, D]; STATE only
+    starts,  # [T] first token of each token's document; PACKED only
+    y0,  # out [B, T, D0], and the two other parts
+    y1,
+    y2,
+    T,
+    strips,  # of all rows
+    stride,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+    W: tl.constexpr,
+    STRIP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    STATE: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    D: tl.constexpr = D0 + D1 + D2
+    y, width, before, column = part_of(tl.program_id(0) % BLOCKS, y0, y1, y2, D0, D1, D2, BLOCK)
+    index = tl.program_id(0) // BLOCKS * ROWS + tl.arange(0, ROWS)[:, None]
+    per_row = tl.cdiv(T, STRIP)
+    row = (index // per_row).to(tl.int64)
+    t = index % per_row * STRIP
+    end = tl.where(index < strips, t + STRIP, 0)
+    columns = column + tl.arange(0, BLOCK)[None, :] + tl.zeros([ROWS, 1], tl.int32)
+    inside = index < strips
+    if not EVEN:
+        inside = inside & (columns < width)
+    channels = before + columns
+    w0 = tap(weight, channels, inside, 0, W)
+    w1 = tap(weight, channels, inside, 1, W)
+    w2 = tap(weight, channels, inside, 2, W)
+    w3 = tap(weight, channels, inside, 3, W)
+    shift = tl.zeros([ROWS, BLOCK], tl.float32)
+    if BIAS:
+        shift = tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
+    h3 = before_strip(x, state, row, t - 3, T, stride, channels, inside, D, W, STATE)
+    h2 = before_strip(x, state, row, t - 2, T, stride, channels, inside, D, W, STATE)
+    h1 = before_strip(x, state, row, t - 1, T, stride, channels, inside, D, W, STATE)
+    n0 = row_at(x, row, t, T, end, stride, channels, inside)
+    n1 = row_at(x, row, t + 1, T, end, stride, channels, inside)
+    n2 = row_at(x, row, t + 2, T, end, stride, channels, inside)
+    n3 = row_at(x, row, t + 3, T, end, stride, channels, inside)
+    for _ in range(STRIP // 4):
+        x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+        n0 = row_at(x, row, t + 4, T, end, stride, channels, inside)  # under way while these four are computed
+        n1 = row_at(x, row, t + 5, T, end, stride, channels, inside)
+        n2 = row_at(x, row, t + 6, T, end, stride, channels, inside)
+        n3 = row_at(x, row, t + 7, T, end, stride, channels, inside)
+        activate(y, row, t, T, end, width, columns, inside, starts, x0, h1, h2, h3, w0, w1, w2, w3, shift, PACKED)
+        activate(y, row, t + 1, T, end, width, columns, inside, starts, x1, x0, h1, h2, w0, w1, w2, w3, shift, PACKED)
+        activate(y, row, t + 2, T, end, width, columns, inside, starts, x2, x1, x0, h1, w0, w1, w2, w3, shift, PACKED)
+        activate(y, row, t + 3, T, end, width, columns, inside, starts, x3, x2, x1, x0, w0, w1, w2, w3, shift, PACKED)
+        h1, h2, h3 = x3, x2, x1
+        t += 4
+
+
+@triton.jit
+def slope(dy, z):
+    """dL/dz from dL/dy."""
+    s = 1.0 / (1.0 + tl.exp(-z))
+    return dy * s * (1.0 + z * (1.0 - s))
+
+
+@triton.jit
+def gradient_step(
+    t, T, starts, x, h1, h2, h3, dy, p1, p2, p3, w0, w1, w2, w3, bias, s0, s1, s2, s3, sb,
+    COUNT: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Token t of the backward pass: (dx of t-3, what dx of t, t-1, t-2 has so far, sums of dw_0 .. dw_3 and dbias).
+
+    h: the inputs before t; p: what dx of t-1, t-2, t-3 had so far. Without COUNT the sums stay: the token is another
+    strip's, whose gradient only completes dx here.
+    """
+    m1, m2, m3 = same_document(starts, t, T, PACKED)
+    h1, h2, h3 = masked_taps(starts, t, T, h1, h2, h3, PACKED)
+    dz = slope(dy, bias + w0 * x + w1 * h1 + w2 * h2 + w3 * h3)
+    if COUNT:
+        s0 += dz * x
+        s1 += dz * h1
+        s2 += dz * h2
+        s3 += dz * h3
+        sb += dz
+    if PACKED:
+        return (
+            p3 + tl.where(m3, w3 * dz, 0.0), w0 * dz, p1 + tl.where(m1, w1 * dz, 0.0),
+            p2 + tl.where(m2, w2 * dz, 0.0), s0, s1, s2, s3, sb,
+        )  # fmt: skip
+    else:
+        return p3 + w3 * dz, w0 * dz, p1 + w1 * dz, p2 + w2 * dz, s0, s1, s2, s3, sb
+
+
+@triton.jit
+def store_dx(dx, d_state, row, u, T, first, end, channels, inside, value, D: tl.constexpr, W: tl.constexpr,
+             STATE: tl.constexpr):  # fmt: skip
+    """dx of token u where it is the strip's own; the state's gradient where u lies before the row's first token."""
+    keep = inside & (u >= first) & (u < end) & (u < T)
+    tl.store(dx + (row * T + u) * D + channels, value.to(dx.dtype.element_ty), mask=keep)
+    if STATE:
+        held = inside & (u < 0) & (u >= 1 - W)
+        at = d_state + (row * (W - 1) + (u + W - 1)) * D + channels
+        tl.store(at, value.to(d_state.dtype.element_ty), mask=held)
+
+
+@triton.jit(do_not_specialize=["T", "strips"])
+def convolution_gradient_kernel(
+    x,  # as the forward kernel's
+    weight,
+    bias,
+    state,
+    starts,
+    dy0,  # [B, T, D0], and the two other parts
+    dy1,
+    dy2,
+    dx,  # out [B, T, D]
+    d_state,  # out [B, W-1, D]; STATE only
+    table,  # out [programs / BLOCKS, 5, D] fp32: the sums of dw_0 .. dw_3 and dbias over a program's tokens
+    T,
+    strips,
+    stride,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+    W: tl.constexpr,
+    STRIP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    STATE: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    D: tl.constexpr = D0 + D1 + D2
+    dy, width, before, column = part_of(tl.program_id(0) % BLOCKS, dy0, dy1, dy2, D0, D1, D2, BLOCK)
+    index = tl.program_id(0) // BLOCKS * ROWS + tl.arange(0, ROWS)[:, None]
+    per_row = tl.cdiv(T, STRIP)
+    row = (index // per_row).to(tl.int64)
+    t = index % per_row * STRIP
+    first = t
+    end = t + STRIP
+    columns = column + tl.arange(0, BLOCK)[None, :] + tl.zeros([ROWS, 1], tl.int32)
+    inside = index < strips
+    if not EVEN:
+        inside = inside & (columns < width)
+    channels = before + columns
+    w0 = tap(weight, channels, inside, 0, W)
+    w1 = tap(weight, channels, inside, 1, W)
+    w2 = tap(weight, channels, inside, 2, W)
+    w3 = tap(weight, channels, inside, 3, W)
+    shift = tl.zeros([ROWS, BLOCK], tl.float32)
+    if BIAS:
+        shift = tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
+    h3 = before_strip(x, state, row, t - 3, T, stride, channels, inside, D, W, STATE)
+    h2 = before_strip(x, state, row, t - 2, T, stride, channels, inside, D, W, STATE)
+    h1 = before_strip(x, state, row, t - 1, T, stride, channels, inside, D, W, STATE)
+    p1 = tl.zeros([ROWS, BLOCK], tl.float32)
+    p2 = tl.zeros([ROWS, BLOCK], tl.float32)
+    p3 = tl.zeros([ROWS, BLOCK], tl.float32)
+    s0 = tl.zeros([ROWS, BLOCK], tl.float32)
+    s1 = tl.zeros([ROWS, BLOCK], tl.float32)
+    s2 = tl.zeros([ROWS, BLOCK], tl.float32)
+    s3 = tl.zeros([ROWS, BLOCK], tl.float32)
+    sb = tl.zeros([ROWS, BLOCK], tl.float32)
+    n0 = row_at(x, row, t, T, T, stride, channels, inside)
+    n1 = row_at(x, row, t + 1, T, T, stride, channels, inside)
+    n2 = row_at(x, row, t + 2, T, T, stride, channels, inside)
+    n3 = row_at(x, row, t + 3, T, T, stride, channels, inside)
+    g0 = row_at(dy, row, t, T, T, width, columns, inside)
+    g1 = row_at(dy, row, t + 1, T, T, width, columns, inside)
+    g2 = row_at(dy, row, t + 2, T, T, width, columns, inside)
+    g3 = row_at(dy, row, t + 3, T, T, width, columns, inside)
+    for _ in range(STRIP // 4):
+        x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+        d0, d1, d2, d3 = g0.to(tl.float32), g1.to(tl.float32), g2.to(tl.float32), g3.to(tl.float32)
+        n0 = row_at(x, row, t + 4, T, T, stride, channels, inside)  # under way while these four are computed
+        n1 = row_at(x, row, t + 5, T, T, stride, channels, inside)
+        n2 = row_at(x, row, t + 6, T, T, stride, channels, inside)
+        n3 = row_at(x, row, t + 7, T, T, stride, channels, inside)
+        g0 = row_at(dy, row, t + 4, T, T, width, columns, inside)
+        g1 = row_at(dy, row, t + 5, T, T, width, columns, inside)
+        g2 = row_at(dy, row, t + 6, T, T, width, columns, inside)
+        g3 = row_at(dy, row, t + 7, T, T, width, columns, inside)
+        o0, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
+            t, T, starts, x0, h1, h2, h3, d0, p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb, True, PACKED
+        )
+        o1, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
+            t + 1, T, starts, x1, x0, h1, h2, d1, p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb, True, PACKED
+        )
+        o2, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
+            t + 2, T, starts, x2, x1, x0, h1, d2, p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb, True, PACKED
+        )
+        o3, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
+            t + 3, T, starts, x3, x2, x1, x0, d3, p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb, True, PACKED
+        )
+        store_dx(dx, d_state, row, t - 3, T, first, end, channels, inside, o0, D, W, STATE)
+        store_dx(dx, d_state, row, t - 2, T, first, end, channels, inside, o1, D, W, STATE)
+        store_dx(dx, d_state, row, t - 1, T, first, end, channels, inside, o2, D, W, STATE)
+        store_dx(dx, d_state, row, t, T, first, end, channels, inside, o3, D, W, STATE)
+        h1, h2, h3 = x3, x2, x1
+        t += 4
+    # three tokens of the next strip complete dx of this one's last three
+    x0, x1, x2 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32)
+    o0, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
+        t, T, starts, x0, h1, h2, h3, g0.to(tl.float32), p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb,
+        False, PACKED,
+    )  # fmt: skip
+    o1, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
+        t + 1, T, starts, x1, x0, h1, h2, g1.to(tl.float32), p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb,
+        False, PACKED,
+    )  # fmt: skip
+    o2, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
+        t + 2, T, starts, x2, x1, x0, h1, g2.to(tl.float32), p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb,
+        False, PACKED,
+    )  # fmt: skip
+    store_dx(dx, d_state, row, t - 3, T, first, end, channels, inside, o0, D, W, False)
+    store_dx(dx, d_state, row, t - 2, T, first, end, channels, inside, o1, D, W, False)
+    store_dx(dx, d_state, row, t - 1, T, first, end, channels, inside, o2, D, W, False)
+    lane = column + tl.arange(0, BLOCK)
+    at = table + (tl.program_id(0) // BLOCKS).to(tl.int64) * 5 * D + before + lane
+    tl.store(at, tl.sum(s0, 0), mask=lane < width)
+    tl.store(at + D, tl.sum(s1, 0), mask=lane < width)
+    tl.store(at + 2 * D, tl.sum(s2, 0), mask=lane < width)
+    tl.store(at + 3 * D, tl.sum(s3, 0), mask=lane < width)
+    tl.store(at + 4 * D, tl.sum(sb, 0), mask=lane < width)
