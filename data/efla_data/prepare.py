@@ -13,6 +13,7 @@ goes on where it stopped: an OUT.partial of the same plan is taken over, one of 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
@@ -69,7 +70,7 @@ def prepare(
     _refuse_foreign(out)
     partial = out.with_name(out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
-    with _locked(partial):
+    with _locked(partial), _room(partial):
         _enter_plan(partial, recipe, units)
         info = _enter_tokenizer(partial, recipe, units)
         results, selection = tokenise(partial, recipe, units, processes or available_cores(), show)
@@ -77,7 +78,9 @@ def prepare(
         shutil.rmtree(files, ignore_errors=True)
         files.mkdir()
         manifest = assemble(partial, files, recipe, units, results, info, selection)
-        shutil.copytree(partial / TOKENIZER, files / TOKENIZER)
+        (files / TOKENIZER).mkdir()
+        for path in (partial / TOKENIZER).iterdir():
+            shutil.copy2(path, files / TOKENIZER)
         _replace(files, out)
         shutil.rmtree(partial)
     return manifest
@@ -157,6 +160,20 @@ def _locked(partial: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise DataError(f"another process is preparing {partial}; wait for it or name another data.dir") from error
         yield
+
+
+@contextmanager
+def _room(partial: Path) -> Iterator[None]:
+    """A full disk becomes a DataError that says where, and that nothing is lost."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DataError(
+            f"no space left on the disk of {partial}, where token files lie twice while they are put together; free "
+            "some, or name a data.dir with more, and run the command again: it goes on from the finished parts"
+        ) from error
 
 
 def _enter_plan(partial: Path, recipe: Recipe, units: list[list[Piece]]) -> None:

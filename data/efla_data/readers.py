@@ -231,6 +231,8 @@ def _strings(value: Any) -> Iterator[str]:
 
 def open_file(piece: Piece) -> BinaryIO:
     """The decompressed bytes of a file."""
+    if piece.compression and piece.bytes == 0:  # some readers take it for the end of what was never begun
+        raise DataError(f"{piece.path}: truncated or damaged {piece.compression} file (it has no bytes)")
     try:
         if piece.compression == "gz":
             return cast(BinaryIO, gzip.open(piece.path, "rb"))

@@ -47,8 +47,10 @@ class Selection:
             self._first[part] = total
             total += self._counts[part]
         self.documents = total
-        self._keep = np.memmap(self.work / "keep.bin", dtype=np.uint8, mode="w+", shape=(max(total, 1),))
-        self._keep[:] = KEPT
+        with open(self.work / "keep.bin", "wb") as handle:  # written out: a full disk shows here, not in the map
+            for first in range(0, max(total, 1), BUCKET):
+                handle.write(bytes([KEPT]) * min(BUCKET, max(total, 1) - first))
+        self._keep = np.memmap(self.work / "keep.bin", dtype=np.uint8, mode="r+")
 
     def mask(self, part: Part) -> np.ndarray:
         """bool [documents of the part]: which stay."""

@@ -71,7 +71,7 @@ def _expand(sources: list[str], recipe: Recipe, heldout: bool) -> list[Piece]:
         elif source.startswith("hub:"):
             pieces += _hub_shards(source, recipe, heldout)
         else:
-            for path in find_files(source):
+            for path in find_files(source, "data.heldout_sources" if heldout else "data.sources"):
                 if os.path.realpath(path) not in seen:
                     seen.add(os.path.realpath(path))
                     pieces.append(file_piece(path, heldout))
@@ -100,7 +100,7 @@ def find_files(source: str, key: str = "data.sources") -> list[str]:
             raise DataError(f"{key}: no file of a known kind ({_known()}) matches {path}")
         return sorted(found)
     raise DataError(
-        f"{key}: {path} does not exist" + (" (hub data sets are written hub:NAME)" if key == "data.sources" else "")
+        f"{key}: {path} does not exist" + (" (hub data sets are written hub:NAME)" if key.startswith("data.") else "")
     )
 
 

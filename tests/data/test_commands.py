@@ -80,7 +80,7 @@ def test_full_disk_loses_nothing(
         patch.setattr(ShardWriter, "_write", full)
         assert prepare.run(LOCAL) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "no space left" in error
+    assert error.count("\n") == 1 and "no space left" in error and "data/tokens/local.partial" in error
     assert not Path("data/tokens/local").exists()
     assert prepare.run(LOCAL) == 0
     TokenFile.open("data/tokens/local", verify=True)

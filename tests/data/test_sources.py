@@ -173,6 +173,23 @@ def test_bad_rows_of_parquet_cost_only_themselves(tmp_path: Path) -> None:
     assert [example["record"] for example in tally.examples] == [2, 3, 4]
 
 
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".txt.gz"])
+def test_a_packed_file_without_bytes_is_no_empty_file(tmp_path: Path, suffix: str) -> None:
+    """What a broken download leaves behind; a plain empty file is just one without records."""
+    (tmp_path / f"a{suffix}").touch()
+    with pytest.raises(DataError, match=r"truncated or damaged \w+ file \(it has no bytes\)"):
+        read([tmp_path])
+    (tmp_path / f"a{suffix}").unlink()
+    (tmp_path / "a.jsonl").touch()
+    assert read([tmp_path]) == []
+
+
+def test_missing_held_out_file_is_named_by_its_key(tmp_path: Path) -> None:
+    path = write(tmp_path, ".jsonl")
+    with pytest.raises(DataError, match=r"data\.heldout_sources: .*nowhere\.jsonl does not exist"):
+        plan_units(Recipe([str(path)], heldout_sources=[str(tmp_path / "nowhere.jsonl")]))
+
+
 def test_hub_data_set_is_streamed_shard_by_shard(tmp_path: Path) -> None:
     """A local folder stands in for the hub: `datasets` reads both the same way."""
     for part in range(3):
