@@ -45,6 +45,7 @@ def main(settings: LayerBenchSettings) -> int:
         print(f"not installed, left out: {', '.join(missing)}", flush=True)
     start = time.perf_counter()
     os.environ["FLA_CACHE_RESULTS"] = "0"  # tuning results of the compiling processes, which disturb each other
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes are the threads
     left_out = layer_run.compile_side_by_side(settings) if settings.workers else {}
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
