@@ -40,8 +40,10 @@ def main(settings: InspectSettings) -> None:
     checked = "hashes match" if settings.data.verify else "sizes match"
     per_document = token_file.num_tokens / max(token_file.num_documents, 1)
     print(f"{token_file.folder} ({token_file.split}), {checked}, fingerprint {token_file.fingerprint}")
+    shards = len(token_file.manifest.splits[token_file.split].shards)
     print(
-        f"  {token_file.num_tokens:,} tokens, {token_file.num_documents:,} documents, {per_document:,.1f} tokens each"
+        f"  {token_file.num_tokens:,} tokens, {token_file.num_documents:,} documents, {per_document:,.1f} tokens each, "
+        f"{shards} shard(s)"
     )
     print(f"  {token_file.text_bytes:,} bytes of text, {token_file.tokens.dtype} ids of {info.vocab_size}")
     print(f"  tokenizer {info.name}: BOS {info.bos_id} {'on' if info.add_bos else 'off'}, EOS {info.eos_id}")
