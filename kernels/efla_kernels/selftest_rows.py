@@ -39,6 +39,7 @@ class Row:
     case: Case | DecodeCase | SsdCase | ConvolutionCase | LossCase
     seeds: tuple[int, ...] = (0,)
     slack: float = 1.0
+    decay_slack: float = 1.0  # on the decay's gradient alone
     group: str = ""
     backend: str = "triton"
 
@@ -53,7 +54,7 @@ class Row:
         """The largest relative error allowed for one output or gradient."""
         decays = output in ("dlog_g", "dlog_decay", "ddt", "dA_log", "ddt_bias")
         kind = DECAY_GRADIENTS if decays else GRADIENTS if output.startswith("d") else VALUES
-        return BOUNDS[self.case.dtype][kind] * self.slack
+        return BOUNDS[self.case.dtype][kind] * self.slack * (self.decay_slack if decays else 1.0)
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -63,12 +64,12 @@ def _short(dtype: torch.dtype) -> str:
 def _row(name: str, case: Case, seeds: tuple[int, ...] = (0,), slack: float = 1.0) -> Row:
     flags = (case.cu_seqlens is not None, case.initial, case.gradients, case.strided, case.tokens > 1000, case.heads)
     group = str((case.op, case.decay is None, case.dtype, case.key_width, case.value_width, flags))
-    return Row(f"{case.op} {_short(case.dtype)} {name}", case, seeds, slack, group)
+    return Row(f"{case.op} {_short(case.dtype)} {name}", case, seeds, slack, group=group)
 
 
 def accelerator_rows(full: bool = False) -> list[Row]:
-    """The rows for a GPU. fp32 runs at 64x64 but for a few rows, and at 256x256 with `full` only: its products are not
-    done by tensor cores, and compiling them unrolled takes minutes at large widths.
+    """The rows for a GPU. fp32 runs at 64x64 but for a few rows, and at 256x256 with `full` only: a product of three
+    of tf32 takes long to compile.
     """
     rows = []
 
@@ -100,9 +101,12 @@ def accelerator_rows(full: bool = False) -> list[Row]:
     for op in ("efla", "gated_efla"):
         for dtype in (BF16, FP32):
             for norm in (1e-2, 1e-1, 1.0, 10.0, 100.0, 1000.0, None):
-                add(
-                    f"|k| {'1e-2..1e2' if norm is None else f'{norm:g}'}", Case(op, dtype, key_norm=norm, initial=False)
-                )
+                name = "1e-2..1e2" if norm is None else f"{norm:g}"
+                add(f"|k| {name}", Case(op, dtype, key_norm=norm, initial=False))
+                # dlog_g is what is left of two terms here: one rounding of v or k to bf16 moves its exact value by 5e-3
+                # (|k| 10) to 2e-2 (|k| 1000), where the other gradients move by 1e-3
+                if op == "gated_efla" and dtype == BF16 and norm in (10.0, 100.0, 1000.0):
+                    rows[-1] = replace(rows[-1], decay_slack=2.5)
     for op, norm in (("efla", 1.0), ("efla", 64.0), ("gated_efla", 8.0), ("deltanet", 1.0)):
         for dtype in (BF16, FP32):
             add(

@@ -10,5 +10,6 @@ gradient_k.py       kernel 5, chunks in parallel: dk and the gates' gradients
 split.py            cuts one long sequence into segments that run side by side
 choices.py          shapes and options of a problem, block shapes, the split
 launch.py           buffers, grids, passes over a split sequence
+dispatch.py         launches without the binder of Triton
 ops.py              torch.library ops with fake tensors and autograd
 """

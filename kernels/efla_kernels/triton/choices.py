@@ -47,7 +47,7 @@ class Choice:
     merge: Block
 
 
-def choose(K: int, V: int, dtype: torch.dtype) -> Choice:
+def choose(K: int, V: int, dtype: torch.dtype, decays: bool) -> Choice:
     """Block shapes for key width K, value width V and the inputs' type; measured on an H200 for 16-bit, K = V = 128.
 
     Never one stage: Triton 3.6 compiles loops of 16 or 32 columns that it does not pipeline to wrong code.
@@ -62,7 +62,7 @@ def choose(K: int, V: int, dtype: torch.dtype) -> Choice:
             scan=Block(64, 4, 3),
             scan_backward=Block(64, 4, 3),
             gradient_q=Block(64, 4, 2),
-            gradient_k=Block(64, 4, 2),
+            gradient_k=Block(32, 4, 3) if decays else Block(64, 4, 2),
             transition=Block(64, 4, 3),
             merge=Block(16, 8, 2),
         )
@@ -125,12 +125,19 @@ class Problem:
             "BK": max(16, triton.next_power_of_2(self.key_width)),
             "DECAYS": self.decays,
             "DTYPE": tl.float32 if self.operand == torch.float32 else tl.bfloat16,
-            "PRECISION": "ieee" if self.operand == torch.float32 else "tf32",
+            "PRECISION": "tf32x3" if self.operand == torch.float32 else "tf32",
         }
 
     def width(self, block: Block) -> dict[str, int]:
-        """V and its block, no wider than V needs."""
-        return {"V": self.value_width, "BV": max(16, min(block.columns, triton.next_power_of_2(self.value_width)))}
+        """V and its block: no wider than V needs, but never below 64 in 16-bit types unless the table says so.
+
+        Rows that no multiple of 8 measures cannot be copied asynchronously, so that their loops are not pipelined, and
+        such loops over 16 or 32 columns are what Triton 3.6 compiles to wrong code.
+        """
+        if self.operand == torch.float32:
+            return {"V": self.value_width, "BV": max(16, min(block.columns, triton.next_power_of_2(self.value_width)))}
+        whole = self.key_width % 8 == 0 and self.value_width % 8 == 0
+        return {"V": self.value_width, "BV": block.columns if whole else max(64, block.columns)}
 
 
 def split_segments(

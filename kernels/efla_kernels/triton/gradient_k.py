@@ -22,7 +22,7 @@ from efla_kernels.triton.gates import RAW, coefficient_gradients
 from efla_kernels.triton.tiles import CHUNK, chunk_span, load_rows, load_state, store_rows
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def gradient_k_kernel(
     q,
     k,

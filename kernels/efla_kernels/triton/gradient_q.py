@@ -18,7 +18,7 @@ from efla_kernels.triton.gates import RAW
 from efla_kernels.triton.tiles import CHUNK, chunk_span, load_rows, load_state, store_rows
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def gradient_q_kernel(
     q,
     k,
@@ -60,6 +60,7 @@ def gradient_q_kernel(
         row = table + slot * COLUMNS * CHUNK + rows
         r = tl.load(row + 2 * CHUNK)
         causal = rows[:, None] >= rows[None, :]
+        before = tl.where(rows[:, None] < rows[None, :], 1.0, 0.0)
         tile = slot * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :]
         N = tl.zeros([CHUNK, CHUNK], tl.float32)
         d_read = tl.zeros([CHUNK, BK], tl.float32)
@@ -74,8 +75,10 @@ def gradient_q_kernel(
             Z = N * tl.load(scores + tile).to(tl.float32)  # P holds r and Gamma, and zeros above its diagonal
             d_read *= tl.exp(b)[:, None]
             query = load_rows(q + first * q_token + h * q_head, q_token, left, K, BK, 0, tl.float32)
-            d_b = tl.sum(Z, 1) - tl.sum(Z, 0) + r * tl.sum(d_read * query, 1)
-            tl.store(d_decay + (first + rows) * H + h, tl.sum(d_b, 0) - tl.cumsum(d_b, 0) + d_b, mask=rows < left)
+            reading = r * tl.sum(d_read * query, 1)
+            pairs = tl.dot(Z.to(DTYPE), before.to(DTYPE), input_precision=PRECISION)  # [i, t]: Z_ij of all j < t
+            d_ld = tl.sum(tl.where(causal, pairs + reading[:, None], 0.0), 0)
+            tl.store(d_decay + (first + rows) * H + h, d_ld, mask=rows < left)
             N *= tl.exp(tl.where(causal, b[:, None] - b[None, :], 0.0))
         N = tl.where(causal, N, 0.0)
         tl.store(d_scores + tile, (N * r[:, None]).to(DTYPE))

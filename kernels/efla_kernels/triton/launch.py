@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from efla_kernels.triton.choices import CHUNK, RAW, Choice, Problem, choose
+from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.gradient_k import gradient_k_kernel
 from efla_kernels.triton.gradient_q import gradient_q_kernel
 from efla_kernels.triton.scan import scan_kernel
@@ -89,7 +90,7 @@ def forward(
     keep_states: bool,
 ) -> tuple[Tensor, Tensor, Saved]:
     """Outputs, final states (empty without `output_final`) and what the backward pass needs."""
-    p, choice = problem, choose(problem.key_width, problem.value_width, problem.dtype)
+    p, choice = problem, choose(problem.key_width, problem.value_width, problem.dtype, problem.decays)
     q, k, v, gate = _rows(q), _rows(k), _rows(v), gate.contiguous()
     unused = gate
     packing = pack(p, cu_seqlens, unused)
@@ -97,7 +98,8 @@ def forward(
     inverse = torch.empty(p.chunks, p.heads, CHUNK, CHUNK, device=q.device, dtype=p.operand)
     scores = torch.empty_like(inverse)
     table = torch.empty(p.chunks, p.heads, p.columns, CHUNK, **fp32)
-    solve_kernel[(p.chunks * p.heads,)](
+    launch(
+        solve_kernel, p.chunks * p.heads,
         q, k, gate, unused if write is None else write.contiguous(), unused if decay is None else decay.contiguous(),
         *packing, inverse, scores, table, p.tokens, p.scale, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
         MODE=p.mode, PACKED=p.packed, num_warps=choice.solve.warps, num_stages=choice.solve.stages, **p.flags(),
@@ -140,8 +142,9 @@ def _scan(
     final_shape = p.state_shape(p.sequences) if output_final else (0,)
     final = torch.empty(final_shape, device=v.device, dtype=torch.float32)
     width, block = p.width(choice.scan), choice.scan
-    grid = (p.sequences * p.segments * p.heads * -(-p.value_width // width["BV"]),)
-    scan_kernel[grid](
+    programs = p.sequences * p.segments * p.heads * -(-p.value_width // width["BV"])
+    launch(
+        scan_kernel, programs,
         q, k, v, saved.inverse, saved.scores, saved.table, saved.table if initial is None else initial,
         packing.cu_seqlens, packing.first_chunk, o, final, saved.states, saved.solved, p.tokens, p.chunks_per_segment,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
@@ -168,7 +171,8 @@ def _first_states(
     built = torch.empty(p.state_shape(*lead), **fp32)
     width, block = p.width(choice.transition), choice.transition
     blocks = -(-p.value_width // width["BV"]) + -(-p.key_width // width["BV"])
-    transition_kernel[(p.sequences * p.segments * p.heads * blocks,)](
+    launch(
+        transition_kernel, p.sequences * p.segments * p.heads * blocks,
         k, v, inverse, table, packing.cu_seqlens, packing.first_chunk, transitions, built, p.tokens,
         p.chunks_per_segment, k.stride(1), k.stride(2), v.stride(1), v.stride(2),
         SEGMENTS=p.segments, TMA=_tma(p, k, v), STAGES=block.stages, num_warps=block.warps, **width, **p.flags(),
@@ -188,7 +192,8 @@ def _merge(
     carried = torch.empty_like(local)
     width, block = p.width(choice.merge), choice.merge
     flags = p.flags()
-    merge_kernel[(p.sequences * p.heads * -(-p.value_width // width["BV"]),)](
+    launch(
+        merge_kernel, p.sequences * p.heads * -(-p.value_width // width["BV"]),
         transitions, local, local if outer is None else outer, carried, local if left_over is None else left_over,
         SEGMENTS=p.segments, REVERSE=reverse, OUTER=outer is not None, LEFT_OVER=left_over is not None,
         H=p.heads, K=p.key_width, BK=flags["BK"], PRECISION=flags["PRECISION"], STAGES=block.stages,
@@ -224,7 +229,7 @@ def backward(
     cu_seqlens: Tensor | None,
 ) -> Gradients:
     """Gradients of all inputs from do [B, T, H, V] and the final states' gradient."""
-    p, choice = problem, choose(problem.key_width, problem.value_width, problem.dtype)
+    p, choice = problem, choose(problem.key_width, problem.value_width, problem.dtype, problem.decays)
     q, k, v, gate, do = _rows(q), _rows(k), _rows(v), gate.contiguous(), do.contiguous()
     unused = gate
     packing = pack(p, cu_seqlens, unused)
@@ -239,12 +244,13 @@ def backward(
     d_initial = torch.empty(p.state_shape(p.sequences) if need_initial else (0,), **fp32)
     d_states, d_solved = torch.empty_like(saved.states), torch.empty_like(saved.solved)
     width, block = p.width(choice.scan_backward), choice.scan_backward
-    grid = (p.sequences * p.segments * p.heads * -(-p.value_width // width["BV"]),)
+    programs = p.sequences * p.segments * p.heads * -(-p.value_width // width["BV"])
 
     tma = _tma(p, q, k, do)
 
     def scan(d_end: Tensor | None, d_start: Tensor | None, store: bool) -> None:
-        scan_backward_kernel[grid](
+        launch(
+            scan_backward_kernel, programs,
             q, k, do, saved.inverse, saved.scores, saved.table, unused if d_end is None else d_end,
             packing.cu_seqlens, packing.first_chunk, dv, unused if d_start is None else d_start, d_states, d_solved,
             p.tokens, p.chunks_per_segment, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
@@ -269,13 +275,15 @@ def backward(
     d_scores = torch.empty_like(saved.scores)
     decay = unused if decay is None else decay.contiguous()
     width, block = p.width(choice.gradient_q), choice.gradient_q
-    gradient_q_kernel[(p.heads * p.chunks,)](
+    launch(
+        gradient_q_kernel, p.heads * p.chunks,
         q, k, do, saved.scores, saved.table, saved.states, saved.solved, *packing, dq, d_scores, d_decay,
         p.tokens, p.scale, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
         MODE=p.mode, PACKED=p.packed, num_warps=block.warps, num_stages=block.stages, **width, **p.flags(),
     )  # fmt: skip
     width, block = p.width(choice.gradient_k), choice.gradient_k
-    gradient_k_kernel[(p.heads * p.chunks,)](
+    launch(
+        gradient_k_kernel, p.heads * p.chunks,
         q, k, v, gate, decay, d_scores, saved.table, saved.states, saved.solved, d_states, d_solved, *packing,
         dk, d_gate, d_write, d_decay, p.tokens,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),

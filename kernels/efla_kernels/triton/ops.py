@@ -166,7 +166,7 @@ class _Delta(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return _gradient(ctx, *gradients)
 
 
@@ -208,7 +208,7 @@ def _run(
     segments = 1
     if cu_seqlens is None:
         processors = _processors(q.get_device()) if q.is_cuda else 132
-        columns = choose(K, V, q.dtype).scan.columns
+        columns = choose(K, V, q.dtype, decay is not None).scan.columns
         segments = split_segments(B, T, H, K, V, columns, processors)
     inputs = (q, k, v, gate, write, decay, initial_state)
     differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)

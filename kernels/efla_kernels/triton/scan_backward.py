@@ -25,7 +25,7 @@ from efla_kernels.triton.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_segment"])
+@triton.jit(do_not_specialize=["chunks_per_segment"])
 def scan_backward_kernel(
     q,
     k,

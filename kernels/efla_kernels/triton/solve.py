@@ -64,7 +64,7 @@ def invert_unit_lower(A, precision: tl.constexpr):
     return _merge(D, A, 32, precision)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def solve_kernel(
     q,
     k,

@@ -17,7 +17,7 @@ import triton.language as tl
 from efla_kernels.triton.tiles import CHUNK, load_state, load_tile, matrix, scan_place, sequence_span, store_state
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_segment"])
+@triton.jit(do_not_specialize=["chunks_per_segment"])
 def transition_kernel(
     k,
     v,
