@@ -42,20 +42,30 @@ class Mamba2Mixer(nn.Module):
         projected = self.in_proj(info.hide_padding(hidden))
         z, xbc, dt = projected.split((self.inner, self.conv_size, self.heads), dim=-1)
         x, B, C, conv_state = self.conv(xbc, None if layer is None else layer.conv, info)
+        x = x.unflatten(-1, (self.heads, self.head_dim))
+        B, C = (t.unflatten(-1, (self.groups, self.state_size)) for t in (B, C))
+        A_log, D, dt_bias = self.A_log.float(), self.D.float(), self.dt_bias.float()
+        if layer is not None and layer.state is not None and self._decodes(x, info):
+            y = efla_kernels.mamba2_step(
+                x[:, 0], dt[:, 0], A_log, B[:, 0], C[:, 0], D, dt_bias, layer.state, backend=self.backend
+            )
+            layer.conv = conv_state.clone()
+            return self.out_proj(self.norm(y.flatten(1).unsqueeze(1), z))
         y, state = efla_kernels.mamba2(
-            x.unflatten(-1, (self.heads, self.head_dim)),
-            dt,
-            self.A_log.float(),
-            B.unflatten(-1, (self.groups, self.state_size)),
-            C.unflatten(-1, (self.groups, self.state_size)),
-            self.D.float(),
-            self.dt_bias.float(),
+            x, dt, A_log, B, C, D, dt_bias,
             dt_mask=info.mask,  # a step of 0 neither writes nor decays; the bias alone would do both
             initial_state=None if layer is None else layer.state,
             output_final_state=layer is not None,
             cu_seqlens=info.cu_seqlens,
             backend=self.backend,
-        )
+        )  # fmt: skip
         if layer is not None:
             layer.conv, layer.state = conv_state.clone(), state
         return self.out_proj(self.norm(y.flatten(2), z))
+
+    def _decodes(self, x: Tensor, info: SequenceInfo) -> bool:
+        """Whether this pass is one token per sequence that the fused step may serve: no gradient, nothing masked."""
+        plain = x.shape[1] == 1 and info.mask is None and info.cu_seqlens is None
+        if not plain or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        return efla_kernels.fuses_mamba2_step(self.backend, x.device)
