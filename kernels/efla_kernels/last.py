@@ -96,15 +96,16 @@ def _chunked(q: Tensor, k: Tensor, erase: Tensor, log_decay: Tensor | None) -> T
         end = through[..., -1:, :]
         reads, writes, keep = (end - through).exp() * keys, through.exp() * writes, end.exp().squeeze(-1)
     r, found = q, []
-    for n in reversed(range(len(keys))):
-        right = reads[n] @ r.unsqueeze(-1)
-        c = torch.linalg.solve_triangular(system[n], right, upper=True, unitriangular=True)
+    # unbind, whose gradient is one stack; an index's would be a tensor of zeros per chunk
+    parts = [system.unbind(), reads.unbind(), writes.unbind(), len(keys) * [None] if keep is None else keep.unbind()]
+    for equations, read, write, kept in reversed(list(zip(*parts, strict=True))):
+        c = torch.linalg.solve_triangular(equations, read @ r.unsqueeze(-1), upper=True, unitriangular=True)
         found.append(c.squeeze(-1))
-        r = (r if keep is None else keep[n] * r) - (writes[n].transpose(-1, -2) @ c).squeeze(-1)
+        r = (r if kept is None else kept * r) - (write.transpose(-1, -2) @ c).squeeze(-1)
     return torch.stack(found[::-1], 1).permute(0, 1, 3, 2).flatten(1, 2)[:, :tokens]
 
 
 def _triton(q: Tensor, k: Tensor, erase: Tensor, log_decay: Tensor | None) -> Tensor:
-    from efla_kernels.triton.last import last_coefficients
+    from efla_kernels.triton.last import last_coefficients  # triton is there where its backend is registered
 
     return last_coefficients(q, k, erase, log_decay)
