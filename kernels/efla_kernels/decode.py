@@ -156,7 +156,7 @@ def _decode(
 
 
 def _decode_triton(rule: str, arguments: tuple[Tensor | None, ...], scale: float, eps: float) -> Tensor:
-    from efla_kernels.triton import choices, decode, ops
+    from efla_kernels.triton import choices, decode, eager, ops
 
     x, *rest = arguments
     state = arguments[7]
@@ -169,4 +169,5 @@ def _decode_triton(rule: str, arguments: tuple[Tensor | None, ...], scale: float
         raise ValueError(f"backend triton: expected CUDA tensors, got {x.device}; use backend=torch")
     # the states are contiguous already: a copy would not be updated
     inputs = [None if t is None else t.contiguous() for t in (x, *rest)]
-    return decode.decode(*inputs, choices.MODES[rule], scale, eps)
+    step = decode.decode if eager.traced() else decode.decode_eagerly
+    return step(*inputs, choices.MODES[rule], scale, eps)

@@ -63,8 +63,8 @@ def test_kernel_equals_the_layers_own_step(mixer: str) -> None:
 def test_a_model_decodes_with_the_kernel(monkeypatch: pytest.MonkeyPatch, mixer: str) -> None:
     """Four tokens after a prefill: logits equal to those of backend torch, one kernel call per layer and token."""
     calls = []
-    own = decode.decode
-    monkeypatch.setattr(decode, "decode", lambda *a: (calls.append(1), own(*a))[1])
+    own = decode.decode_eagerly
+    monkeypatch.setattr(decode, "decode_eagerly", lambda *a: (calls.append(1), own(*a))[1])
     logits = {}
     for backend in ("torch", "triton"):
         torch.manual_seed(0)

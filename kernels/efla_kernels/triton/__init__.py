@@ -11,5 +11,6 @@ split.py            cuts one long sequence into segments that run side by side
 choices.py          shapes and options of a problem, block shapes, the split
 launch.py           buffers, grids, passes over a split sequence
 dispatch.py         launches without the binder of Triton
+eager.py            ops called past torch.library where nobody watches
 ops.py              torch.library ops with fake tensors and autograd
 """

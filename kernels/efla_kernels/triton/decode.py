@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.gates import NORM_EPS, coefficients
 
 
@@ -102,8 +103,7 @@ def decode_kernel(
     tl.store(y + at, o.to(y.dtype.element_ty), mask=inside)
 
 
-@torch.library.custom_op("efla_kernels::decode", mutates_args=("conv_state", "state"))
-def decode(
+def decode_eagerly(
     x: Tensor,
     conv_state: Tensor,
     conv_weight: Tensor,
@@ -126,13 +126,17 @@ def decode(
     # S is held in registers as a whole where that fits: all its loads are then under way at once
     BV = min(max(16, triton.next_power_of_2(V)), 16384 // BK)
     decays = decay_logit is not None
-    decode_kernel[(B * H,)](
+    launch(
+        decode_kernel, B * H,
         x, conv_state, conv_weight, beta_logit, decay_logit if decays else x, A_log if decays else x,
         dt_bias if decays else x, state, norm_weight, x if output_gate is None else output_gate, y, scale, eps,
         H=H, K=K, V=V, W=W, BK=BK, BV=BV, BLOCKS=triton.next_power_of_2(-(-V // BV)), BW=triton.next_power_of_2(W),
         MODE=rule, DECAYS=decays, GATED=output_gate is not None, num_warps=8 if BK * BV >= 8192 else 4,
     )  # fmt: skip
     return y
+
+
+decode = torch.library.custom_op("efla_kernels::decode", decode_eagerly, mutates_args=("conv_state", "state"))
 
 
 @decode.register_fake

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from efla_kernels.checks import segment_offsets
 from efla_kernels.triton import launch
 from efla_kernels.triton.choices import CHUNK, MODES, Problem, choose, split_segments
+from efla_kernels.triton.eager import differentiable, traced
 from efla_kernels.triton.launch import Saved
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -152,27 +152,7 @@ def _gradient(ctx: Any, do: Tensor | None, d_final: Tensor | None, *_: Tensor | 
     )
 
 
-delta_forward.register_autograd(_gradient, setup_context=_setup)
-
-
-class _Delta(torch.autograd.Function):
-    """The same op for eager calls: a torch.library op with autograd in Python costs the host 0.2 ms more per pass."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output = _forward(*inputs)
-        _setup(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradient(ctx, *gradients)
-
-
-def traced() -> bool:
-    """Whether somebody wants to see the op itself: torch.compile, or a mode that watches ops (checkpointing does)."""
-    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+_delta = differentiable(delta_forward, _forward, _setup, _gradient)
 
 
 def _run(
@@ -211,11 +191,9 @@ def _run(
         columns = choose(K, V, q.dtype, decay is not None).scan.columns
         segments = split_segments(B, T, H, K, V, columns, processors)
     inputs = (q, k, v, gate, write, decay, initial_state)
-    differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    keep_states = differentiated and not recompute
+    keep_states = torch.is_grad_enabled() and not recompute and any(x is not None and x.requires_grad for x in inputs)
     initial = None if initial_state is None else initial_state.float().contiguous()
-    forward = delta_forward if traced() else _Delta.apply if differentiated else _forward
-    o, final, *_ = forward(
+    o, final, *_ = _delta(
         q, k, v, gate, write, decay, initial, cu_seqlens, MODES[op], scale, segments, output_final_state, keep_states
     )
     return o, final if output_final_state else None
