@@ -9,6 +9,8 @@ Eight launches and more as separate ops; backend "triton" has it in one kernel t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -168,6 +170,6 @@ def _decode_triton(rule: str, arguments: tuple[Tensor | None, ...], scale: float
     if not (x.is_cuda or ops.interpreted()):
         raise ValueError(f"backend triton: expected CUDA tensors, got {x.device}; use backend=torch")
     # the states are contiguous already: a copy would not be updated
-    inputs = [None if t is None else t.contiguous() for t in (x, *rest)]
+    inputs: list[Any] = [None if t is None else t.contiguous() for t in (x, *rest)]
     step = decode.decode if eager.traced() else decode.decode_eagerly
     return step(*inputs, choices.MODES[rule], scale, eps)
