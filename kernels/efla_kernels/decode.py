@@ -171,5 +171,5 @@ def _decode_triton(rule: str, arguments: tuple[Tensor | None, ...], scale: float
         raise ValueError(f"backend triton: expected CUDA tensors, got {x.device}; use backend=torch")
     # the states are contiguous already: a copy would not be updated
     inputs: list[Any] = [None if t is None else t.contiguous() for t in (x, *rest)]
-    step = decode.decode if eager.traced() else decode.decode_eagerly
+    step: Any = decode.decode if eager.traced() else decode.decode_eagerly
     return step(*inputs, choices.MODES[rule], scale, eps)
