@@ -1,0 +1,65 @@
+"""Loss equality on a CPU: launches of variants, differences by hand, what fails the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from efla_lm.benchmarks import equality
+from efla_lm.benchmarks.equality import VARIANTS, EqualitySettings
+from efla_lm.errors import UserError
+from efla_lm.settings import TrainSettings, compose
+from scripts import loss_equality
+from tests.training.corpus import write_corpus
+from tests.training.launch import TINY
+
+SMALL = [part for part in TINY if part.startswith("model.")] + ["schedule.peak=0.01", "schedule.warmup_updates=2"]
+
+
+def run(corpus: Path, out: Path, *overrides: str) -> int:
+    quoted = ",".join(f"'{part}'" for part in SMALL)
+    arguments = [f"data_dir={corpus}", f"out={out}", "steps=6", "context=16", "batch_tokens=64", f"train=[{quoted}]"]
+    return loss_equality.main.run([*arguments, *overrides], program="loss_equality")
+
+
+@pytest.mark.timeout(200)
+def test_variants_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus, out = write_corpus(tmp_path / "tokens"), tmp_path / "equality.json"
+    variants = "variants=[half micro-batches,'2 processes, fsdp',triton]"
+    assert run(corpus, out, "precision=fp32", variants) == 1  # triton needs a GPU
+    result = json.loads(out.read_text())
+    assert set(result["losses"]) == {"reference", "half micro-batches", "2 processes, fsdp"}
+    assert "triton" in result["failed"]["triton"]
+    assert all(len(curve) == 6 and curve[-1] < curve[0] for curve in result["losses"].values())
+    assert result["differences"]["reference"] == {"largest": 0.0, "last": 0.0}
+    assert result["differences"]["2 processes, fsdp"]["largest"] < 1e-5
+    assert out.with_suffix(".png").stat().st_size > 0
+    assert "differs by" in capsys.readouterr().out
+
+
+def test_differences_by_hand() -> None:
+    found = equality.differences({"reference": [4.0, 2.0, 1.0], "other": [4.0, 2.2, 0.95]})
+    assert found["other"] == {"largest": pytest.approx(0.1), "last": pytest.approx(0.05)}
+
+
+def test_choice_of_variants() -> None:
+    settings = EqualitySettings()
+    on_cpu, one_gpu, two_gpus = (equality.chosen(settings, gpus) for gpus in (0, 1, 2))
+    assert on_cpu == [name for name, (_, gpu, _) in VARIANTS.items() if not gpu]
+    assert one_gpu == [name for name, (processes, _, _) in VARIANTS.items() if processes == 1]
+    assert two_gpus == list(VARIANTS)
+    assert equality.chosen(EqualitySettings(variants=["compiled"]), 0) == ["reference", "compiled"]
+    with pytest.raises(UserError, match="variants="):
+        EqualitySettings(variants=["jit"]).validate()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_launches_are_train_pys(name: str, tmp_path: Path) -> None:
+    """Every variant composes, with the batches of the others."""
+    command = equality.command(EqualitySettings(), name, tmp_path)
+    composed = compose("train", command[command.index(str(equality.ROOT / "train.py")) + 1 :], TrainSettings)
+    assert (composed.train.batch_tokens, composed.data.context, composed.seed) == (2048, 64, 42)
+    assert composed.train.micro_tokens == (1024 if name == "half micro-batches" else 2048)
+    assert ("torch.distributed.run" in command) == (VARIANTS[name][0] > 1)
