@@ -1,4 +1,4 @@
-"""Settings of `eval.py` and of the scripts generate, table1, eval_speed: every key, its default, a line of help."""
+"""Settings of `eval.py` and of scripts generate, table1, eval_compare, eval_speed: keys, defaults, lines of help."""
 
 # ruff: noqa: RUF009  (`key` returns a dataclasses.field)
 
@@ -68,6 +68,18 @@ class Table1Settings:
 
     runs: list[str] = key([], "run directories, folders of result files, or result files", path=PATH)
     out: str = key("results/table1", "folder of table1.md, table1.csv and table1.tex", path=PATH)
+
+
+@dataclass
+class EvalCompareSettings:
+    """All of `python -m scripts.eval_compare`."""
+
+    checkpoint: str = key(MISSING, "export or model folder, or a hub name", path=PATH_OR_HUB)
+    local_dir: str | None = key(None, "folder of local copies of the tasks; null: the hub", path=PATH)
+    limit: int | None = key(None, "first documents of each task only; null: all")
+    device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    stock_batch_size: int = key(64, "rows per batch of the stock model (its own default is 1)")
+    out: str = key("results/eval_compare.json", "result file", path=PATH)
 
 
 @dataclass
