@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from efla_data.token_file import TokenFile
 
-from tests.data.material import EOS, load, sentencepiece_folder
+from tests.data.material import EOS, jsonl, load, sentencepiece_folder
 
 PREPARE = """
 import json, resource, sys
@@ -54,15 +54,16 @@ def test_ten_megabytes_in_one_line(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_peak_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"deduplicate": True}, {"sample": "documents", "max_tokens": 100_000}])
+def test_peak_does_not_grow_with_the_corpus(tmp_path: Path, options: dict[str, object]) -> None:
     """Four times the text (20 MB instead of 5), the same peak within 40 MiB."""
     tokenizer = sentencepiece_folder(tmp_path / "tokenizer")
     rng = np.random.default_rng(0)
     words = np.array(["the", "cat", "a", "at", "sat", "dawn"])
-    line = (json.dumps({"text": " ".join(rng.choice(words, 2000))}) + "\n").encode()
+    text = " ".join(rng.choice(words, 2000))
     peaks = []
     for copies in (700, 2800):
-        (tmp_path / "text.jsonl").write_bytes(line * copies)
-        recipe = {"sources": [str(tmp_path / "text.jsonl")], "tokenizer": str(tokenizer)}
+        (tmp_path / "text.jsonl").write_bytes(jsonl(f"{n} {text}" for n in range(copies)))
+        recipe = {"sources": [str(tmp_path / "text.jsonl")], "tokenizer": str(tokenizer), **options}
         peaks.append(prepare_apart(recipe, tmp_path / f"out{copies}"))
     assert abs(peaks[1] - peaks[0]) < 40
