@@ -133,9 +133,9 @@ class LoopSettings:
     )
     activation_checkpointing: str = key(
         "auto",
-        "selective: the backward pass computes all but products and mixer ops again; full: whole blocks; auto: "
-        "selective in compiled blocks, else none",
-        choices=("auto", "none", "selective", "full"),
+        "selective: the backward pass computes all but products and mixer ops again; products: mixer ops too; full: "
+        "whole blocks; auto: selective in compiled blocks, else none",
+        choices=("auto", "none", "selective", "products", "full"),
     )
     cuda_graphs: str = key(
         "auto", "replay forward and backward as CUDA graphs; auto: on one GPU", choices=("auto", "on", "off")

@@ -3,6 +3,7 @@
     none        all that the backward pass reads; compiled, what torch.compile thinks best for speed
     selective   the results of matrix products and of the mixer's op; norms, convolution, SwiGLU, gates and casts of
                 weights are computed again, most of them inside the backward pass's own kernels
+    products    the results of matrix products alone: the mixer's op is computed again too
     full        the block's input alone; the block is computed again, products included
 
 `efla_lm.training.cost` counts what that is. Nothing in a block draws random numbers, so no generator's state is kept.
@@ -19,7 +20,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Forward = Callable[..., torch.Tensor]
-KINDS = ("none", "selective", "full")
+KINDS = ("none", "selective", "products", "full")
 
 aten = torch.ops.aten
 PRODUCTS = {
@@ -38,10 +39,22 @@ def kind_of_checkpointing(setting: str, compiled: bool) -> str:
     return ("selective" if compiled else "none") if setting == "auto" else setting
 
 
+def _save(wanted: bool) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def selective_policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
     """Save products and the mixers' ops, compute the rest again."""
     is_mixer = getattr(op, "namespace", "") == "efla_kernels" and "convolution" not in op.__name__
-    return CheckpointPolicy.MUST_SAVE if op in PRODUCTS or is_mixer else CheckpointPolicy.PREFER_RECOMPUTE
+    return _save(op in PRODUCTS or is_mixer)
+
+
+def products_policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    """Save products, compute the rest again."""
+    return _save(op in PRODUCTS)
+
+
+POLICIES = {"selective": selective_policy, "products": products_policy}
 
 
 def keeping(forward: Forward, kind: str) -> Forward:
@@ -51,10 +64,10 @@ def keeping(forward: Forward, kind: str) -> Forward:
     if kind == "none":
         return forward
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if kind == "selective":
+    if kind in POLICIES:
         # torch warns that operations in place would be computed twice: there are none in a block
         logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_not_about_context_fn)
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, selective_policy)
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, POLICIES[kind])
 
     @functools.wraps(forward)
     def kept(*inputs: Any) -> torch.Tensor:

@@ -62,32 +62,37 @@ def saved_per_token(config: EflaConfig, compiled: bool = True, keeping: str = "n
 
     Compiled blocks keep the inputs of matrix products and ops, and what cannot be had from them without another
     product; the tests read the same list from the graph that torch.compile cuts (fp32 numbers count twice). What is in
-    brackets is not kept with keeping="selective" (`efla_lm.training.activations`):
+    brackets is not kept with keeping="selective", what is in braces not with "products" either
+    (`efla_lm.training.activations`):
 
         every block       D (its input) [+ D (normed)]
         with SwiGLU       D (projected mixer output) [+ D (the normed stream)] + 2 F (gate and up) [+ F (their product)]
-        delta rules       3 A (before the convolution) [+ 3 A (q, k, v)] + A (output) [+ A (normed)] + A with an output
-                          gate + H (2 C + table)  (inverse and scores; the gates' table of 6 numbers, gated: 8)
-                          + H (K V / C + V)       (chunk states, solved rows; not with backend=triton_recompute)
+        delta rules       3 A (before the convolution) [+ 3 A (q, k, v)] {+ A (output)} [+ A (normed)]
+                          + A with an output gate
+                          {+ H (2 C + table)}  (inverse and scores; the gates' table of 6 numbers, gated: 8)
+                          {+ H (K V / C + V)}  (chunk states, solved rows; not with backend=triton_recompute)
         attention         3 A (q, k, v) + A (output) + 2 H (log-sums)
-        Mamba-2           2 E + 2 G N + heads (projection) [+ E + 2 G N (after the convolution)] + E (output) [+ E
-                          (normed)] + heads (4 + N P / 128)  (the gates' table, states of chunks of 128 tokens)
+        Mamba-2           2 E + 2 G N + heads (projection) [+ E + 2 G N (after the convolution)] {+ E (output)} [+ E
+                          (normed)] {+ heads (4 + N P / 128)}  (the gates' table, states of chunks of 128 tokens)
 
     Blocks that are not compiled keep F more (SiLU of the gate), unless selective.
     """
     D, A, F, H = config.hidden_size, config.key_size, config.intermediate_size, config.num_heads
-    again = keeping == "selective"  # what is cheap is computed again
+    again = keeping in ("selective", "products")  # what is cheap is computed again
+    states = config.backend != "triton_recompute"
     mixer: float
+    op: float
     if config.mixer == "mamba2":
         E, narrow = config.inner_size, 2 * config.num_groups * config.state_size
-        mixer = 2 * E + narrow + config.mamba_heads + E + 4 * config.mamba_heads
-        mixer += 0 if again else (E + narrow) + E
-        mixer += 0 if config.backend == "triton_recompute" else E * config.state_size / SSD_CHUNK
+        op = E + 4 * config.mamba_heads + states * E * config.state_size / SSD_CHUNK
+        mixer = 2 * E + narrow + config.mamba_heads + (0 if again else (E + narrow) + E)
+        mixer += 0 if keeping == "products" else op
     elif config.mixer in DELTA_MIXERS:
         K = V = config.head_dim
         table = 6 if config.mixer in ("efla", "deltanet") else 8
-        mixer = (4 if again else 8) * A + (A if config.output_gate else 0) + H * (2 * CHUNK + table)
-        mixer += 0 if config.backend == "triton_recompute" else H * (K * V / CHUNK + V)
+        op = A + H * (2 * CHUNK + table) + states * H * (K * V / CHUNK + V)
+        mixer = (3 if again else 7) * A + (A if config.output_gate else 0)
+        mixer += 0 if keeping == "products" else op
     else:
         mixer = 4 * A + 2 * H
     elements: float = (1 if again else 2) * D + mixer
@@ -143,7 +148,7 @@ def memory(
 ) -> Memory:
     """The table of the module for one device that takes `micro_tokens` at once and holds 1 / `shards` of the state.
 
-    keeping: none, selective or full (`train.activation_checkpointing`). whole: one process, without FSDP.
+    keeping: none, selective, products or full (`train.activation_checkpointing`). whole: one process, without FSDP.
     """
     b, m = 2 if precision == "bf16" else 4, micro_tokens
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers

@@ -50,7 +50,7 @@ def held_whole(kind: str = "none", **fields: Any) -> EflaForCausalLM:
     return model.train()
 
 
-@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", ["none", "selective", "products", "full"])
 @pytest.mark.parametrize("mixer", ["efla", "gated_efla", "mamba2", "attention"])
 def test_graphs_compute_what_launches_do(world: distributed.World, mixer: str, kind: str) -> None:
     """Six updates of two micro-batches, another learning rate each, one of them not finite: equal within bf16 noise."""

@@ -159,7 +159,7 @@ def saved_by_compile(
 
 
 @pytest.mark.parametrize("mixer", ["efla", "gated_efla", "deltanet", "gated_deltanet", "mamba2"])
-@pytest.mark.parametrize("kind", ["none", "selective"])
+@pytest.mark.parametrize("kind", ["none", "selective", "products"])
 @pytest.mark.parametrize("keep_states", [True, False])
 def test_elements_of_a_block_are_those_that_compile_keeps(
     mixer: str, kind: str, keep_states: bool, monkeypatch: pytest.MonkeyPatch

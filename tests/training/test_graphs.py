@@ -134,7 +134,7 @@ def test_switch_of_graphs(world: distributed.World) -> None:
 
 
 @pytest.mark.parametrize("mixer", ["efla", "mamba2", "attention"])
-@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize("kind", ["selective", "products", "full"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_checkpointing_changes_memory_only(mixer: str, kind: str, compiled: bool) -> None:
     """Loss and gradients as without; fewer elements kept; one graph for all blocks once compiled."""
