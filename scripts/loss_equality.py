@@ -38,9 +38,10 @@ def main(settings: EqualitySettings) -> int:
                 losses[name] = found
                 print(f"{name:<28} loss {found[0]:.4f} to {found[-1]:.4f}", flush=True)
     differences = equality.differences(losses)
+    kept = {name: value for name, value in to_dict(settings).items() if name not in ("out", "data_dir")}  # not places
     result = {
-        "environment": describe_environment(), "settings": to_dict(settings), "differences": differences,
-        "failed": failed, "losses": losses,
+        "environment": describe_environment(), "settings": kept, "differences": differences, "failed": failed,
+        "losses": losses,
     }  # fmt: skip
     out = Path(settings.out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ def main(settings: ThroughputSettings) -> int:
     environment = describe_environment()
     result = opened(path, environment)
     result["environment"], result["gpu"] = environment, environment["gpu"]
-    result["settings"] = to_dict(settings)
+    result["settings"] = {name: value for name, value in to_dict(settings).items() if name not in ("out", "table")}
     held = {train_speed.key(row): row for row in result["rows"]}
     measured = 0
     for row in train_speed.run_all(settings, held):
