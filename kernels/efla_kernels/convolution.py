@@ -68,10 +68,11 @@ def short_convolution(
     if state is not None:
         state = state.to(x.dtype)
     if x.is_cuda:
-        return convolve(x, weight, bias, state, starts, widths)
+        return convolve(x, weight, bias, state, starts, widths)[: len(widths)]
     # the interpreter rounds to 16 bits by truncation: nothing of 16 bits reaches it
     bias, state = (None if t is None else t.float() for t in (bias, state))
-    return tuple(y.to(x.dtype) for y in convolve(x.float(), weight.float(), bias, state, starts, widths))
+    parts = convolve(x.float(), weight.float(), bias, state, starts, widths)[: len(widths)]
+    return tuple(y.to(x.dtype) for y in parts)
 
 
 def convolution_state(x: Tensor, taps: int, state: Tensor | None = None) -> Tensor:

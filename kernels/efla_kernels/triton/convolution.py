@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from efla_kernels.triton.convolution_kernels import convolution_gradient_kernel, convolution_kernel
-from efla_kernels.triton.ops import traced
+from efla_kernels.triton.eager import differentiable, traced
 
 MOST_TAPS = 4  # the kernels are written for four; a shorter convolution has zeros in front
 PARTS = 3
@@ -56,10 +55,11 @@ def _three(parts: list[Tensor]) -> list[Tensor]:
 
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, starts: Tensor | None, widths: list[int]
-) -> list[Tensor]:
-    """The parts y [B, T, width] of the convolution of x [B, T, D]; arguments as `short_convolution` checked them.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The parts y [B, T, width] of the convolution of x [B, T, D], empty where there are fewer than three.
 
-    starts: int32 [T], the first token of each token's document, for packed rows.
+    Arguments as `short_convolution` checked them; starts: int32 [T], the first token of each token's document, for
+    packed rows.
     """
     x, weight = _rows(x), weight.contiguous()
     B, T, _ = x.shape
@@ -70,7 +70,8 @@ def _forward(
         x if starts is None else starts, *_three(parts), T, strips, x.stride(1),
         BIAS=bias is not None, STATE=state is not None, PACKED=starts is not None, **flags,
     )  # fmt: skip
-    return parts
+    first, second, third = (*parts, *(x.new_empty(0) for _ in range(PARTS - len(parts))))
+    return first, second, third
 
 
 convolution = torch.library.custom_op("efla_kernels::convolution", _forward, mutates_args=())
@@ -78,7 +79,8 @@ convolution = torch.library.custom_op("efla_kernels::convolution", _forward, mut
 
 @convolution.register_fake
 def _(x, weight, bias, state, starts, widths):
-    return [x.new_empty(x.shape[0], x.shape[1], width) for width in widths]
+    parts = [x.new_empty(x.shape[0], x.shape[1], width) for width in widths]
+    return (*parts, *(x.new_empty(0) for _ in range(PARTS - len(parts))))
 
 
 def _backward(
@@ -121,14 +123,14 @@ def _(dy, x, weight, bias, state, starts, widths):
     )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, widths = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
     ctx.widths = widths
 
 
-def _gradient(ctx: Any, dy: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Any, *dy: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, bias, state, starts = ctx.saved_tensors
     given = [x.new_zeros(*x.shape[:2], width) if part is None else part for part, width in zip(dy, ctx.widths)]
     backward = convolution_backward if traced() else _backward
@@ -143,28 +145,4 @@ def _gradient(ctx: Any, dy: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     )
 
 
-convolution.register_autograd(_gradient, setup_context=_setup)
-
-
-class _Convolution(torch.autograd.Function):
-    """The same op for eager calls, without what torch.library costs the host (see `ops.traced`)."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output = _forward(*inputs)
-        _setup(ctx, inputs, output)
-        return tuple(output)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradient(ctx, list(dy))
-
-
-def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, starts: Tensor | None, widths: list[int]
-) -> tuple[Tensor, ...]:
-    """`convolution` by the shortest way."""
-    if traced():
-        return tuple(convolution(x, weight, bias, state, starts, widths))
-    return _Convolution.apply(x, weight, bias, state, starts, widths)
+convolve = differentiable(convolution, _forward, _setup, _gradient)
