@@ -4,6 +4,8 @@ Two measurements of untrained models, for which the work is the same as for trai
 * `full`: `eval.py tasks=paper` on an EFLA, all documents, from start to end of the command;
 * `comparison`: the first `limit` documents of each task, our evaluation of an EFLA and of fla's DeltaNet beside
   lm-eval's stock `hf` model over the same DeltaNet; models loaded and warm, tokenising included.
+The result file is written after every part, so that what is measured stays if a later part fails. The first run on a
+machine compiles and tunes fla's kernels before its clock starts, which takes minutes: TRITON_CACHE_DIR keeps them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,13 +54,19 @@ def main(settings: EvalSpeedSettings) -> int:
         "commit": commit(),
         "library_versions": results.versions(),
     }
-    if settings.full:
-        report["full"] = time_command(settings, model, tokenizer)
-        print(f"eval.py on all documents: {report['full']['seconds']:.1f} s", flush=True)
-    report["comparison"] = compare(settings, model, config, tokenizer, device)
     out = Path(settings.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    def save(part: str, found: dict[str, Any]) -> None:
+        report[part] = found
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    if settings.full:
+        full = time_command(settings, model, tokenizer)
+        save("full", full)
+        print(f"eval.py on all documents: {full['seconds']:.1f} s", flush=True)
+    for found in compare(settings, model, config, tokenizer, device):
+        save("comparison", found)
     print(f"result: {out}")
     return 0
 
@@ -87,8 +96,11 @@ def time_command(settings: EvalSpeedSettings, model: EflaForCausalLM, tokenizer:
 
 def compare(
     settings: EvalSpeedSettings, model: EflaForCausalLM, config: EflaConfig, tokenizer: Any, device: Any
-) -> dict[str, Any]:
-    """Seconds on the first documents of each task, by implementation, and the ratio to the stock model."""
+) -> Iterator[dict[str, Any]]:
+    """Seconds on the first documents of each task, by implementation, and the ratio to the stock model.
+
+    Yields what is known, after each implementation.
+    """
     from efla_lm.evaluation import speed
 
     task_sets = speed.tasks(TASKS, tokenizer, Path(settings.local_dir) if settings.local_dir else None)
@@ -96,21 +108,23 @@ def compare(
     checkpoints.place(model, settings.dtype, device)
     found["ours_efla"] = speed.ours(model, tokenizer, CONTEXT, task_sets, settings.limit)
     print(f"ours over EFLA: {found['ours_efla']['seconds']:.1f} s", flush=True)
-    if settings.stock:
-        model.cpu()
-        shape = (config.vocab_size, config.hidden_size, config.num_heads, config.num_hidden_layers)
-        theirs = checkpoints.place(speed.fla_delta_net(*shape, CONTEXT).eval(), settings.dtype, device)
-        arguments = (theirs, tokenizer, CONTEXT, task_sets, settings.limit)
-        found["ours_fla_deltanet"] = speed.ours(*arguments)
-        print(f"ours over fla's DeltaNet: {found['ours_fla_deltanet']['seconds']:.1f} s", flush=True)
-        found["stock_fla_deltanet"] = speed.stock(*arguments, settings.stock_batch_size)
-        print(f"stock over fla's DeltaNet: {found['stock_fla_deltanet']['seconds']:.1f} s", flush=True)
-        stock_seconds = found["stock_fla_deltanet"]["seconds"]
-        found["times_faster"] = {
-            name: round(stock_seconds / found[name]["seconds"], 2) for name in ("ours_efla", "ours_fla_deltanet")
-        }
-        print(f"times faster than stock: {found['times_faster']}", flush=True)
-    return found
+    yield found
+    if not settings.stock:
+        return
+    model.cpu()
+    shape = (config.vocab_size, config.hidden_size, config.num_heads, config.num_hidden_layers)
+    theirs = checkpoints.place(speed.fla_delta_net(*shape, CONTEXT).eval(), settings.dtype, device)
+    arguments = (theirs, tokenizer, CONTEXT, task_sets, settings.limit)
+    found["stock_fla_deltanet"] = speed.stock(*arguments, settings.stock_batch_size)
+    stock_seconds = found["stock_fla_deltanet"]["seconds"]
+    print(f"stock over fla's DeltaNet: {stock_seconds:.1f} s", flush=True)
+    found["times_faster"] = {"ours_efla": round(stock_seconds / found["ours_efla"]["seconds"], 2)}
+    yield found
+    found["ours_fla_deltanet"] = speed.ours(*arguments)
+    print(f"ours over fla's DeltaNet: {found['ours_fla_deltanet']['seconds']:.1f} s", flush=True)
+    found["times_faster"]["ours_fla_deltanet"] = round(stock_seconds / found["ours_fla_deltanet"]["seconds"], 2)
+    print(f"times faster than stock: {found['times_faster']}", flush=True)
+    yield found
 
 
 def device_name(device: Any) -> str:
