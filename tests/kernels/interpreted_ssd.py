@@ -104,7 +104,7 @@ def test_the_block_shapes_of_16_bit_inputs(monkeypatch: pytest.MonkeyPatch, rows
     tile = Block(rows, 4, 1)
     monkeypatch.setattr(Problem, "choice", Choice(128, Block(16, 4, 1), tile, tile, tile))
     monkeypatch.setattr(ssd_launch, "_tma", lambda *_: tma)
-    monkeypatch.setattr(Problem, "heads_each", lambda p, blocks: 2)
+    monkeypatch.setattr(Problem, "heads_each", lambda p, places, least=4: 2)
     check(case(tokens=300, heads=4, key_width=32))
     check(case("ssd", tokens=75, cu_seqlens=(0, 0, 5, 6, 6, 75, 75), key_width=32))
 
@@ -280,8 +280,8 @@ def test_compiled_whole_with_changing_lengths() -> None:
 def test_a_model_trains_and_decodes_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of a whole model and four tokens after a prefill, equal to backend torch; one step per layer, token."""
     calls = []
-    own = ssd_ops.ssd_step
-    monkeypatch.setattr(ssd_ops, "ssd_step", lambda *a: (calls.append(1), own(*a))[1])
+    own = ssd_ops.step
+    monkeypatch.setattr(ssd_ops, "step", lambda *a: (calls.append(1), own(*a))[1])
     found = {}
     for backend in ("torch", "triton"):
         torch.manual_seed(0)

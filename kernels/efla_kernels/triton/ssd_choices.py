@@ -32,8 +32,8 @@ class Choice:
 def choose(N: int, P: int, dtype: torch.dtype) -> Choice:
     """Block shapes for state width N, head width P and the inputs' type.
 
-    No loop has a single stage: at small tiles Triton 3.6 compiles those to wrong code. fp32 is multiplied in full, not as
-    three products of tf32 halves, which need more registers than there are.
+    No loop has a single stage: at small tiles Triton 3.6 compiles those to wrong code. fp32 is multiplied in full, not
+    as three products of tf32 halves, which need more registers than there are.
     """
     if dtype == torch.float32:
         block = Block(32, 8, 2)
@@ -77,11 +77,13 @@ class Problem:
     def state_shape(self, *leading: int) -> tuple[int, ...]:
         return (*leading, self.heads, self.state_width, self.width)
 
-    def heads_each(self, blocks: int) -> int:
-        """Heads of a group that one program goes through: as many as leave four programs per multiprocessor."""
+    def heads_each(self, places: int, least: int = 4) -> int:
+        """Heads of a group that one program goes through: as many as leave `least` programs per multiprocessor.
+
+        places: programs per chunk and head otherwise.
+        """
         per_group = self.heads // self.groups
-        programs = self.chunks * blocks * self.heads
-        most = max(1, programs // (4 * self.processors))
+        most = max(1, self.chunks * places * self.heads // (least * self.processors))
         return max(d for d in range(1, per_group + 1) if per_group % d == 0 and d <= most)
 
     def segments(self) -> tuple[int, int]:

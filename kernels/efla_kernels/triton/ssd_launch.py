@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.ssd_choices import Problem
 from efla_kernels.triton.ssd_gates import ssd_gate_gradient_kernel, ssd_table_kernel
 from efla_kernels.triton.ssd_gradient_bc import ssd_gradient_bc_kernel
@@ -86,12 +87,13 @@ def _scan(
     block, flags = p.choice.scan, p.flags()
     segments, each = p.segments()
     width = min(block.rows, max(16, triton.next_power_of_2(p.state_width)))
-    grid = (p.sequences * segments * p.heads * -(-p.state_width // width),)
+    programs = p.sequences * segments * p.heads * -(-p.state_width // width)
     tma = _tma(p, x, keys)
 
-    def launch(outer: Tensor | None, left_over: Tensor | None, totals: Tensor | None) -> None:
+    def scan(outer: Tensor | None, left_over: Tensor | None, totals: Tensor | None) -> None:
         unused = table
-        ssd_scan_kernel[grid](
+        launch(
+            ssd_scan_kernel, programs,
             x, keys, table, unused if outer is None else outer, packing.cu_seqlens, packing.first_chunk, states,
             unused if left_over is None else left_over, unused if totals is None else totals, p.tokens, segments, each,
             x.stride(1), x.stride(2), keys.stride(1), keys.stride(2),
@@ -102,15 +104,17 @@ def _scan(
     if segments > 1:
         local = torch.empty(p.state_shape(p.sequences, segments), device=x.device, dtype=torch.float32)
         totals = local.new_empty(p.sequences, segments, p.heads)
-        launch(None, local, totals)
+        scan(None, local, totals)
         carried = torch.empty_like(local)
         size = p.state_width * p.width
-        ssd_merge_kernel[(p.sequences * p.heads * -(-size // MERGE_BLOCK),)](
+        launch(
+            ssd_merge_kernel, p.sequences * p.heads * -(-size // MERGE_BLOCK),
             local, totals, local if outer is None else outer, carried, segments,
             H=p.heads, SIZE=size, BLOCK=MERGE_BLOCK, REVERSE=reverse, OUTER=outer is not None,
+            num_warps=4,
         )  # fmt: skip
         outer = carried
-    launch(outer, left_over, None)
+    scan(outer, left_over, None)
 
 
 def forward(
@@ -131,9 +135,10 @@ def forward(
     packing = pack(p, cu_seqlens, unused)
     fp32: dict[str, Any] = {"device": x.device, "dtype": torch.float32}
     table = torch.empty(p.chunks, p.heads, 2, choice.chunk, **fp32)
-    ssd_table_kernel[_gate_grid(p)](
-        dt, *_parameters(steps, unused), *packing,
-        table, p.tokens, dt.stride(1), dt.stride(2), **_gate_flags(p, steps),
+    launch(
+        ssd_table_kernel, _gate_programs(p),
+        dt, *_parameters(steps, unused), *packing, table, p.tokens, dt.stride(1),
+        dt.stride(2), **_gate_flags(p, steps),
     )  # fmt: skip
     states = torch.empty(p.state_shape(p.chunks), device=x.device, dtype=p.operand)
     final = torch.empty(p.state_shape(p.sequences) if output_final else (0,), **fp32)
@@ -143,9 +148,10 @@ def forward(
     block = choice.output
     blocks = choice.chunk // block.rows
     each = p.heads_each(blocks)
-    ssd_output_kernel[(p.chunks * blocks * (p.heads // each),)](
-        x, B, C, unused if steps.D is None else steps.D, table, states, *packing, y, p.tokens, each,
-        x.stride(1), x.stride(2), B.stride(1), B.stride(2), C.stride(1), C.stride(2),
+    launch(
+        ssd_output_kernel, p.chunks * blocks * (p.heads // each),
+        x, B, C, unused if steps.D is None else steps.D, table, states, *packing, y,
+        p.tokens, each, x.stride(1), x.stride(2), B.stride(1), B.stride(2), C.stride(1), C.stride(2),
         SKIP=steps.D is not None, TMA=_tma(p, x), **p.tile(block), **p.flags(),
     )  # fmt: skip
     return y, final, table, states
@@ -154,12 +160,12 @@ def forward(
 def _gate_flags(p: Problem, steps: Steps) -> dict[str, Any]:
     return {
         "H": p.heads, "BH": p.gate_heads, "L": p.choice.chunk, "FUSED": steps.A_log is not None,
-        "MASKED": steps.dt_mask is not None, "PACKED": p.packed,
+        "MASKED": steps.dt_mask is not None, "PACKED": p.packed, "num_warps": 4,
     }  # fmt: skip
 
 
-def _gate_grid(p: Problem) -> tuple[int]:
-    return (p.chunks * -(-p.heads // p.gate_heads),)
+def _gate_programs(p: Problem) -> int:
+    return p.chunks * -(-p.heads // p.gate_heads)
 
 
 def _parameters(steps: Steps, unused: Tensor) -> list[Tensor]:
@@ -222,7 +228,8 @@ def backward(
     sizes = (p.chunks, p.heads, L)
     z_own, z_columns, z_rows, z_full, writes, reads = (torch.empty(sizes, **fp32) for _ in range(6))
     d_skip = make((p.chunks, p.heads, blocks) if skip else (0,), **fp32)
-    ssd_gradient_x_kernel[(p.chunks * places * (p.heads // each),)](
+    launch(
+        ssd_gradient_x_kernel, p.chunks * places * (p.heads // each),
         x, B, C, unused if steps.D is None else steps.D, dy, table, d_states, *packing, dx, pairs, z_own, z_columns,
         z_rows, z_full, writes, d_skip, p.tokens, each, *strides, SKIP=skip, TMA=_tma(p, x), **p.tile(block),
         **p.flags(),
@@ -231,12 +238,13 @@ def backward(
     pair_parts = p.heads // each
     block = choice.gradient_bc
     blocks = L // block.rows
-    each = p.heads_each(2 * blocks)
+    each = p.heads_each(2 * blocks, 2)  # all of a group's heads are best: parts are added up by another kernel
     parts = p.heads // p.groups // each
     whole: dict[str, Any] = {"device": x.device, "dtype": B.dtype if parts == 1 else torch.float32}
     dB, dC = make(parts, *B.shape, **whole), make(parts, *C.shape, **whole)
     kept = torch.empty(p.chunks, p.heads, blocks, **fp32)
-    ssd_gradient_bc_kernel[(p.chunks * 2 * blocks * (p.heads // each),)](
+    launch(
+        ssd_gradient_bc_kernel, p.chunks * 2 * blocks * (p.heads // each),
         x, B, C, dy, table, states, d_states, pairs, *packing, dB, dC, reads, kept, p.tokens, each, pair_parts,
         B.numel(), *strides, TMA=_tma(p, x), **p.tile(block), **p.flags(),
     )  # fmt: skip
@@ -246,7 +254,8 @@ def backward(
     d_dt = make(shape, device=x.device, dtype=dt.dtype)
     d_decay = make((0,) if fused else shape, **fp32)
     sums = make((p.chunks, 2, p.heads) if fused else (0, 2, 0), **fp32)
-    ssd_gate_gradient_kernel[_gate_grid(p)](
+    launch(
+        ssd_gate_gradient_kernel, _gate_programs(p),
         dt, *_parameters(steps, unused), table, z_own, z_columns, z_rows, z_full, reads, writes, kept, *packing,
         d_dt, d_decay, sums, p.tokens, dt.stride(1), dt.stride(2), R=choice.gradient_x.rows, KEPT_BLOCKS=blocks,
         **_gate_flags(p, steps),

@@ -11,10 +11,11 @@ from triton import next_power_of_2
 
 from efla_kernels.checks import segment_offsets
 from efla_kernels.triton import ssd_launch
+from efla_kernels.triton.eager import differentiable, traced
 from efla_kernels.triton.ops import DTYPES, _processors, interpreted
 from efla_kernels.triton.ssd_choices import Problem
 from efla_kernels.triton.ssd_launch import Steps
-from efla_kernels.triton.ssd_step import ssd_step
+from efla_kernels.triton.ssd_step import ssd_step, step
 
 LARGEST_STATE = {torch.bfloat16: 128 * 128, torch.float16: 128 * 128, torch.float32: 128 * 64}  # N P: shared memory
 
@@ -29,8 +30,7 @@ def _problem(x: Tensor, B: Tensor, cu_seqlens: Tensor | None) -> Problem:
     )  # fmt: skip
 
 
-@torch.library.custom_op("efla_kernels::ssd_forward", mutates_args=())
-def ssd_forward(
+def _forward(
     x: Tensor,
     dt: Tensor,
     B: Tensor,
@@ -53,6 +53,9 @@ def ssd_forward(
     return y, final, table, states if keep_states else states.new_empty(0)
 
 
+ssd_forward = torch.library.custom_op("efla_kernels::ssd_forward", _forward, mutates_args=())
+
+
 @ssd_forward.register_fake
 def _(x, dt, B, C, log_decay, A_log, dt_bias, D, dt_mask, initial, cu_seqlens, output_final, keep_states):
     p = _problem(x, B, cu_seqlens)
@@ -64,8 +67,7 @@ def _(x, dt, B, C, log_decay, A_log, dt_bias, D, dt_mask, initial, cu_seqlens, o
     )
 
 
-@torch.library.custom_op("efla_kernels::ssd_backward", mutates_args=())
-def ssd_backward(
+def _backward(
     dy: Tensor,
     d_final: Tensor | None,
     table: Tensor,
@@ -86,6 +88,9 @@ def ssd_backward(
     steps = Steps(log_decay, A_log, dt_bias, D, dt_mask)
     problem = _problem(x, B, cu_seqlens)
     return ssd_launch.backward(problem, table, states, dy, d_final, x, dt, B, C, steps, initial, cu_seqlens)
+
+
+ssd_backward = torch.library.custom_op("efla_kernels::ssd_backward", _backward, mutates_args=())
 
 
 @ssd_backward.register_fake
@@ -114,7 +119,7 @@ def _gradient(ctx: Any, dy: Tensor | None, d_final: Tensor | None, *_: Tensor | 
     if dy is None:
         dy = torch.zeros_like(x)
     given = (x, dt, B, C, log_decay, A_log, dt_bias, D, dt_mask, initial)
-    dx, d_dt, dB, dC, d_decay, d_parameters, dD, d_initial = ssd_backward(
+    dx, d_dt, dB, dC, d_decay, d_parameters, dD, d_initial = (ssd_backward if traced() else _backward)(
         dy, d_final, table, states, *given, cu_seqlens
     )
     inputs = (x, dt, B, C, log_decay, A_log, dt_bias, D)
@@ -123,7 +128,7 @@ def _gradient(ctx: Any, dy: Tensor | None, d_final: Tensor | None, *_: Tensor | 
     return (*own, None, None if initial is None else d_initial.to(initial.dtype), None, None, None)
 
 
-ssd_forward.register_autograd(_gradient, setup_context=_setup)
+_ssd = differentiable(ssd_forward, _forward, _setup, _gradient)
 
 
 def _check(x: Tensor, B: Tensor, C: Tensor) -> None:
@@ -166,7 +171,7 @@ def _run(
     initial = None if initial_state is None else initial_state.float().contiguous()
     inputs = (x, dt, B, C, *steps, initial)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    y, final, *_ = ssd_forward(*inputs, cu_seqlens, output_final_state, wanted and not recompute)
+    y, final, *_ = _ssd(*inputs, cu_seqlens, output_final_state, wanted and not recompute)
     return y, final if output_final_state else None
 
 
@@ -189,6 +194,6 @@ def ssd_ops(recompute: bool) -> SimpleNamespace:
 
     def mamba2_step(x, dt, A_log, B, C, D, dt_bias, dt_mask, state):
         _check(x, B, C)
-        return ssd_step(x, dt, A_log, B, C, D, dt_bias, dt_mask, state)
+        return (ssd_step if traced() else step)(x, dt, A_log, B, C, D, dt_bias, dt_mask, state)
 
     return SimpleNamespace(ssd=ssd, mamba2=mamba2, mamba2_step=mamba2_step)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.ssd_gates import rate, softplus
 
 
@@ -66,8 +67,7 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-@torch.library.custom_op("efla_kernels::ssd_step", mutates_args=("state",))
-def ssd_step(
+def step(
     x: Tensor,
     dt: Tensor,
     A_log: Tensor,
@@ -85,13 +85,17 @@ def ssd_step(
     y = x.new_empty(batch, H, P)
     # few rows: more programs per row, so that enough loads are under way
     BP = min(max(16, triton.next_power_of_2(P)), 16 if batch * H < 256 else 64)
-    ssd_step_kernel[(batch * H * -(-P // BP),)](
+    launch(
+        ssd_step_kernel, batch * H * -(-P // BP),
         x, dt, A_log, B, C, D, dt_bias, dt if dt_mask is None else dt_mask.contiguous(), state, y,
         x.stride(0), dt.stride(0), B.stride(0), C.stride(0),
         H=H, G=B.shape[1], N=N, P=P, BN=triton.next_power_of_2(N), BP=BP, MASKED=dt_mask is not None,
         num_warps=4,
     )  # fmt: skip
     return y
+
+
+ssd_step = torch.library.custom_op("efla_kernels::ssd_step", step, mutates_args=("state",))
 
 
 @ssd_step.register_fake
