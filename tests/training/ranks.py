@@ -8,6 +8,7 @@ its n-th update (0-based), or in its save.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -17,6 +18,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
 import train
@@ -61,6 +63,30 @@ def launch(arguments: list[str], trouble: list | None) -> int | None:
         mock.patch.stopall()
 
 
+def collectives(cuts: int) -> dict[str, int]:
+    """How often each collective runs in one update of `cuts` micro-batches on each rank."""
+    world = distributed.start("cpu")
+    model = sharded(world)
+    optimizer, batches = adamw(model), cut(cut(ragged_batch(), 8 // world.size)[world.rank], 8 // world.size // cuts)
+    counts: dict[str, int] = {}
+
+    def counted(name: str):  # type: ignore[no-untyped-def]
+        plain = getattr(dist, name)
+
+        def call(*args, **kwargs):  # type: ignore[no-untyped-def]
+            counts[name] = counts.get(name, 0) + 1
+            return plain(*args, **kwargs)
+
+        return mock.patch.object(dist, name, call)
+
+    with contextlib.ExitStack() as patches:
+        for name in ("reduce_scatter_tensor", "reduce_scatter_single", "all_reduce"):  # torch changed what FSDP calls
+            if hasattr(dist, name):
+                patches.enter_context(counted(name))
+        step.update(model, optimizer, batches, world, replicas=1, clip_norm=1.0, stop=False)
+    return counts
+
+
 def ragged_update() -> list[float]:
     """Verdict of one update on a ragged batch of 8 rows, 8 / ranks on each (row C1)."""
     world = distributed.start("cpu")
@@ -74,5 +100,6 @@ if __name__ == "__main__":
     plan, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     codes = [launch(item["arguments"], item["trouble"]) for item in plan]
     verdict = ragged_update()
-    (out / f"rank-{RANK}.json").write_text(json.dumps({"codes": codes, "ragged": verdict}))
+    result = {"codes": codes, "ragged": verdict, "collectives": [collectives(cuts) for cuts in (1, 2)]}
+    (out / f"rank-{RANK}.json").write_text(json.dumps(result))
     distributed.finish()

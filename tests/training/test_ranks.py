@@ -30,6 +30,7 @@ PACKED = ("name=packed", "train.steps=10", "train.validate_every=10", "data.pack
 SHORT = ("train.steps=10", "train.stop_at=3")  # stopped, so without an export
 FAMILY = [(model, tied) for model in MODELS for tied in (False, True)]
 FSDP, DDP = "parallel=fsdp", "parallel=ddp"
+KEEPING = "train.activation_checkpointing"
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -69,7 +70,7 @@ def launch_all(
     (runs / "printed.txt").write_text(printed)
     results = [json.loads((runs / f"rank-{rank}.json").read_text()) for rank in range(processes)]
     codes = {name: [result["codes"][index] for result in results] for index, name in enumerate(plan)}
-    return codes | {"ragged": [result["ragged"] for result in results]}
+    return codes | {name: [result[name] for result in results] for name in ("ragged", "collectives")}
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,8 @@ def two(corpus: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "to one": (("name=to-one", *LENGTH, FSDP, "train.stop_at=20"), None),
         "ddp": (("name=ddp", *LENGTH, DDP, "train.stop_at=8"), None),
         "packed": ((*PACKED, FSDP), None),
+        "selective": (("name=selective", *LENGTH, FSDP, f"{KEEPING}=selective", "train.stop_at=4"), None),
+        "kept full": (("name=kept-full", *LENGTH, FSDP, f"{KEEPING}=full", "train.stop_at=4"), None),
         "nan": (("name=nan", "train.steps=6", "train.save_every=1"), ["nan", 1, [3]]),
         "nans": (("name=nans", "train.steps=9", "train.max_skipped_steps=2"), ["nan", 1, [2, 3, 4]]),
         "signal": (("name=signal", "train.steps=30"), ["signal", 1, 4]),
@@ -167,6 +170,22 @@ def test_another_number_of_processes_goes_on(two: Two, single: Path, corpus: Pat
         assert consumed(runs, name) == consumed(single, "run")
         assert metrics(runs, name) == pytest.approx(metrics(single, "run"), rel=1e-5)
         assert_same_weights(weights(runs, name, 40), weights(single, "run", 40), 1e-5)
+
+
+def test_gradients_are_summed_once_per_update(two: Two) -> None:
+    """Micro-batches add up on their own rank: two need the collectives of one."""
+    _, codes = two
+    for one, cut_in_two in codes["collectives"]:
+        assert one == cut_in_two
+        assert sum(count for name, count in one.items() if "scatter" in name) == 3  # two blocks and the rest
+
+
+def test_activation_checkpointing_of_sharded_blocks(two: Two, single: Path) -> None:
+    """Blocks whose weights are freed after the forward pass are computed again with weights gathered again."""
+    runs, codes = two
+    assert codes["selective"] == codes["kept full"] == [0, 0]
+    for name in ("selective", "kept-full"):
+        assert_same_weights(weights(runs, name, 4), weights(single, "run", 4), 1e-5)
 
 
 def test_replicated(two: Two, single: Path) -> None:
