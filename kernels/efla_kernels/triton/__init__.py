@@ -1,4 +1,4 @@
-"""The delta rule on Triton: the backend "triton".
+"""The delta rule and state-space duality on Triton: the backend "triton".
 
 gates.py            coefficients and their gradients, for tiles of registers
 tiles.py            where a program's chunk lies; loads and stores of tiles
@@ -13,4 +13,14 @@ launch.py           buffers, grids, passes over a split sequence
 dispatch.py         launches without the binder of Triton
 eager.py            ops called past torch.library where nobody watches
 ops.py              torch.library ops with fake tensors and autograd
+
+State-space duality, of which ssd_choices.py, ssd_launch.py and ssd_ops.py are what their namesakes above are:
+
+ssd_gates.py        first and last kernel: steps and decays, and their gradients
+ssd_scan.py         states before each chunk, their gradients after it, and the merge of segments
+ssd_tiles.py        which rows and heads a program over chunks has
+ssd_output.py       outputs
+ssd_gradient_x.py   dx, and what pairs of tokens give to the other gradients
+ssd_gradient_bc.py  dB and dC
+ssd_step.py         one token, the state in place
 """
