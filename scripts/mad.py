@@ -4,7 +4,7 @@
     sweep=baseline   the first setting of every task, the same six members, 40 epochs: minutes of one GPU per mixer
     sweep=reduced    the first setting with 800 examples, one member, 2 epochs of small batches: minutes on a CPU;
                      shows that everything runs, not what a mixer can do
-    replot=[a.json]  table and figure again from result files, several of one budget together
+    replot=[a.json]  table and figure again from result files, several of one budget together in one JSON
 
 The members of a sweep are trained as one stack.
 """
@@ -19,9 +19,9 @@ from efla_data.mad import BASELINES, settings_of
 
 from efla_lm.errors import UserError
 from efla_lm.experiments.mad import Budget, Member, train_and_score
-from efla_lm.experiments.mad_report import write_report
+from efla_lm.experiments.mad_report import gather, write_report
 from efla_lm.experiments.progress import Line
-from efla_lm.experiments.results import choose_device, environment, read_json, write_json
+from efla_lm.experiments.results import choose_device, environment, merge, read_json, write_json
 from efla_lm.experiments.rules import RECURRENT_MIXERS
 from efla_lm.settings import PATH, entry, key
 
@@ -68,7 +68,9 @@ def main(settings: MadSettings) -> None:
     """Train and score small models on the six MAD tasks; write JSON, CSV, table and figure."""
     folder = Path(settings.out)
     if settings.replot:
-        print(write_report(read_json(settings.replot, "mad"), folder, settings.figures))
+        contents = read_json(settings.replot, "mad")
+        print(write_report(contents, folder, settings.figures))
+        write_json(folder / "mad.json", merge(contents, gather(contents)))
         print(f"written to {folder}")
         return
     device = choose_device(settings.device)

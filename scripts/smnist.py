@@ -5,7 +5,7 @@
     setting=strict   5,000 training images held out; the same rates, seeds and budget for every mixer, the corruptions
                      met at each of them, and the best rate of a mixer is the one that does best on the held-out images
     grid=pooled      14 x 14 images (196 tokens, not the paper's setting), strict at one rate and seed: CPU minutes
-    replot=[a.json]  figures and tables again from result files, several of one setting together
+    replot=[a.json]  figures and tables again from result files, several of one setting together in one JSON
 
 All seeds and rates of a mixer are trained as one stack.
 """
@@ -21,7 +21,7 @@ from efla_data.smnist import Digits, as_pixels, load_digits, pool
 
 from efla_lm.errors import UserError
 from efla_lm.experiments.progress import Line
-from efla_lm.experiments.results import choose_device, environment, read_json, write_json
+from efla_lm.experiments.results import choose_device, environment, merge, read_json, write_json
 from efla_lm.experiments.rules import RECURRENT_MIXERS
 from efla_lm.experiments.smnist import (
     Classifier,
@@ -34,7 +34,7 @@ from efla_lm.experiments.smnist import (
     train,
     under_corruption,
 )
-from efla_lm.experiments.smnist_report import script_rate, write_report
+from efla_lm.experiments.smnist_report import gather, script_rate, write_report
 from efla_lm.settings import PATH, PATH_OR_HUB, entry, key
 
 
@@ -88,7 +88,10 @@ def main(settings: SmnistSettings) -> None:
     """Train classifiers of pixel sequences, test them under corruption, write JSON, CSV, table and figures."""
     folder = Path(settings.out)
     if settings.replot:
-        print(write_report(read_json(settings.replot, "smnist"), folder, settings.figures))
+        contents = read_json(settings.replot, "smnist")
+        print(write_report(contents, folder, settings.figures))
+        setting, runs = gather(contents)
+        write_json(folder / f"{setting}.json", merge(contents, runs))
         print(f"written to {folder}")
         return
     device = choose_device(settings.device)

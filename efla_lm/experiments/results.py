@@ -76,6 +76,13 @@ def read_json(paths: Sequence[str], experiment: str) -> list[dict[str, Any]]:
     return contents
 
 
+def merge(contents: Sequence[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """One result file from several that were put together to `runs`: the first one's head, and all environments."""
+    environments = [content["environment"] for content in contents]
+    same = all(environment == environments[0] for environment in environments)
+    return {**contents[0], "environment": environments[0] if same else environments, "runs": runs}
+
+
 def mean_and_spread(values: Iterable[float]) -> tuple[float, float]:
     """Mean and sample standard deviation (0 for one value)."""
     numbers = list(values)

@@ -11,6 +11,7 @@ from efla_data.mad import BASELINES, IGNORED, generate
 
 from efla_lm.experiments import mad
 from efla_lm.experiments.mad_report import PAPER, gather, task_scores
+from efla_lm.experiments.results import merge
 from efla_lm.experiments.stack import initialise
 from scripts.mad import main
 
@@ -83,6 +84,13 @@ def test_best_member_per_setting_then_mean_over_settings() -> None:
     assert task_scores(gather(newer))["efla"]["memorization"][0] == pytest.approx(0.95)
 
 
+def test_files_of_several_visits_become_one() -> None:
+    one = {"budget": 1, "environment": {"commit": "a"}, "runs": [1]}
+    assert merge([one], [1]) == one
+    both = merge([one, one | {"environment": {"commit": "b"}}], [1, 2])
+    assert both == {"budget": 1, "environment": [{"commit": "a"}, {"commit": "b"}], "runs": [1, 2]}
+
+
 def test_paper_averages_are_the_printed_ones() -> None:
     assert [round(sum(row) / 6, 1) for row in PAPER.values()] == [65.7, 66.5]  # 66.4 is printed for EFLA
 
@@ -97,6 +105,8 @@ def test_command_and_replot(tmp_path, capsys: pytest.CaptureFixture[str]) -> Non
     again = [f"replot=[{tmp_path / 'a' / 'mad.json'}]", f"out={tmp_path / 'b'}"]
     assert main.run(again) == 0
     assert (tmp_path / "a" / "mad.md").read_text() == (tmp_path / "b" / "mad.md").read_text()
-    assert {p.name for p in (tmp_path / "b").iterdir()} == {"mad.csv", "mad.md", "mad-figure3.png", "mad-figure3.pdf"}
+    made = {"mad.json", "mad.csv", "mad.md", "mad-figure3.png", "mad-figure3.pdf"}
+    assert {p.name for p in (tmp_path / "b").iterdir()} == made
+    assert json.loads((tmp_path / "b" / "mad.json").read_text()) == content
     assert main.run(["tasks=[recall]"]) == 1
     assert "expected some of compression" in capsys.readouterr().err

@@ -219,6 +219,8 @@ def test_command_and_replot(setting: str, tmp_path: Path, capsys: pytest.Capture
     assert main.run([f"replot=[{tmp_path / 'a' / f'{setting}.json'}]", f"out={tmp_path / 'b'}"]) == 0
     assert (tmp_path / "a" / f"{setting}.md").read_text() == (tmp_path / "b" / f"{setting}.md").read_text()
     assert (tmp_path / "a" / f"{setting}.csv").read_text() == (tmp_path / "b" / f"{setting}.csv").read_text()
+    again = json.loads((tmp_path / "b" / f"{setting}.json").read_text())
+    assert again == content | {"runs": sorted(content["runs"], key=lambda result: result["mixer"])}
     assert (tmp_path / "b" / f"{setting}-figure1.png").stat().st_size > 1000
     assert (tmp_path / "b" / f"{setting}-figure2.pdf").stat().st_size > 1000
     assert main.run(["mixers=[elfa]"]) == 1
