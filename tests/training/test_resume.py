@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import Mamba2ForCausalLM
 
 import train
+from efla_lm import EflaForCausalLM
 from efla_lm.training.checkpoint import read_tensors
 from efla_lm.training.metrics import read_rows
 from scripts import convert
@@ -68,8 +69,10 @@ def test_mamba2_trains_resumes_converts_and_generates(corpus: Path, tmp_path: Pa
     convert.to_others(str(tmp_path / "run"), "transformers", tmp_path / "theirs")
     ids = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
     chosen = []
-    for folder, cached in (("run/export", True), ("run/export", False), ("theirs", False)):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+    # by class: once fla is imported, AutoModel takes fla's for everything that is called mamba2
+    for kind, folder, cached in ((EflaForCausalLM, "run/export", True), (EflaForCausalLM, "run/export", False),
+                                 (Mamba2ForCausalLM, "theirs", False)):  # fmt: skip
+        model = kind.from_pretrained(tmp_path / folder)
         chosen.append(model.generate(ids, max_new_tokens=12, do_sample=False, use_cache=cached, eos_token_id=None))
     assert torch.equal(chosen[0], chosen[1]) and torch.equal(chosen[0], chosen[2])
 
