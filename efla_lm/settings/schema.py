@@ -138,7 +138,9 @@ class LoopSettings:
         choices=("auto", "none", "selective", "products", "full"),
     )
     cuda_graphs: str = key(
-        "auto", "replay forward and backward as CUDA graphs; auto: on one GPU", choices=("auto", "on", "off")
+        "auto",
+        "replay forward and backward as CUDA graphs; auto: on one GPU, and with parallel=ddp on one machine",
+        choices=("auto", "on", "off"),
     )
     clip_norm: float | None = key(1.0, "largest global gradient norm [paper]; null: no clipping")
     log_every: int = key(10, "updates between rows of metrics.jsonl")

@@ -21,7 +21,7 @@ from efla_lm.training import corpus
 from efla_lm.training.activations import keeping, kind_of_checkpointing
 from efla_lm.training.budget import Budget
 from efla_lm.training.checkpoint import check_identity, checkpoints_in, fault_in, find_checkpoint, read_meta
-from efla_lm.training.distributed import World, hold_whole, is_single, shard_model
+from efla_lm.training.distributed import World, hold_whole, holds_whole, shard_model
 from efla_lm.training.graphs import GraphedPasses, run_eagerly
 from efla_lm.training.step import Passes
 
@@ -73,7 +73,7 @@ def build_model(settings: TrainSettings, config: EflaConfig, world: World, mesh:
         if compiled:
             # the forward alone: the hooks of sharding stay outside of the compiled graph, one for all blocks
             block.forward = torch.compile(block.forward, fullgraph=True)
-    if is_single(settings.parallel.mode, world):
+    if holds_whole(settings.parallel.mode, world, settings.train.cuda_graphs):
         hold_whole(model, settings.train.precision)
     else:
         shard_model(model, list(model.model.layers), mesh, settings.train.precision)
@@ -85,9 +85,11 @@ def build_model(settings: TrainSettings, config: EflaConfig, world: World, mesh:
 def build_passes(settings: TrainSettings, world: World) -> Passes:
     """How forward and backward are run (train.cuda_graphs). Raises UserError where graphs cannot be recorded."""
     wanted = settings.train.cuda_graphs
-    possible = world.device.type == "cuda" and is_single(settings.parallel.mode, world)
+    possible = world.device.type == "cuda" and holds_whole(settings.parallel.mode, world, wanted)
     if wanted == "on" and not possible:
-        raise UserError("train.cuda_graphs=on needs one process on a CUDA device; set it to auto or off")
+        raise UserError(
+            "train.cuda_graphs=on needs CUDA devices, and one process or parallel=ddp on one machine: set it to auto"
+        )
     return GraphedPasses() if possible and wanted != "off" else run_eagerly
 
 

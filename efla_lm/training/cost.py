@@ -12,6 +12,7 @@ Memory of one device in bytes, as torch counts what it has allocated:
                   b (P_0 + 2 P_b)  s > 1: the root group, the block at work and the next one; one process that casts
                   weights again in the backward pass (selective, full): the head and 2 P_b
     gradients     4 P / s        fp32, reduced; with several micro-batches and FSDP 4 P more, which add up unsharded
+                  (FSDP: several processes, unless parallel=ddp on one machine)
     activations   b m (L a + 2 D)  a elements per token and block, see `saved_per_token`; full activation checkpointing:
                   b m ((L + 2) D + a)   each block's input, and one block's elements while it is recomputed
     loss          max(4 R V, b V D) + 4 V D + b m D   R = 2048 rows of logits at a time, whose gradient takes their

@@ -2,12 +2,13 @@
 
 accelerate finds the launcher's processes and places their devices; nothing goes through its `prepare`. Several
 processes share the model by torch FSDP2 (`fully_shard`), with gloo on a CPU as well, so that the path which trains on
-GPUs is the path which the tests run. One process holds it as it is (`hold_whole`): FSDP's hooks would cost the host as
-much as the rest of a small step.
+GPUs is the path which the tests run. A process that needs no shards of others holds the model as it is (`hold_whole`):
+FSDP's hooks would cost the host as much as the rest of a small step, and keep it from being recorded as a CUDA graph.
 
     mode     mesh (replicate x shard)
     single   1 x 1                  one process, no FSDP
-    ddp      N x 1                  every rank holds all weights, gradients are all-reduced
+    ddp      N x 1                  every rank holds all weights, gradients are all-reduced: on one machine after the
+                                    backward pass, without FSDP (unless train.cuda_graphs=off); else by FSDP, meanwhile
     fsdp     1 x N                  weights, gradients and optimiser state are sharded over all ranks
     hsdp     nodes x ranks/node     sharded within a node, replicated over nodes (or as `replicate`, `shard` say)
     auto     single for one process, else fsdp
@@ -187,9 +188,15 @@ def build_mesh(world: World, mode: str, replicate: int | None = None, shard: int
     return init_device_mesh(world.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
 
 
-def is_single(mode: str, world: World) -> bool:
-    """Whether `mode` means one process without FSDP."""
-    return mode == "single" or (mode == "auto" and world.size == 1)
+def holds_whole(mode: str, world: World, cuda_graphs: str) -> bool:
+    """Whether ranks hold the model without FSDP: one process, or `ddp` on one machine where graphs are not off.
+
+    Gradients are then summed when the backward pass is over. That takes a few milliseconds between the GPUs of one
+    machine, less than graphs win; over a network FSDP's overlap wins.
+    """
+    if mode == "single" or (mode == "auto" and world.size == 1):
+        return True
+    return mode == "ddp" and cuda_graphs != "off" and world.local_size == world.size
 
 
 def compute_type(model: nn.Module, precision: str) -> torch.dtype | None:
@@ -203,7 +210,7 @@ def compute_type(model: nn.Module, precision: str) -> torch.dtype | None:
 
 
 def hold_whole(model: EflaForCausalLM, precision: str) -> None:
-    """One process: all fp32 masters on its device, cast in the forward pass where they are used (`EflaModel.compute`).
+    """No FSDP: all fp32 masters on this device, cast in the forward pass where they are used (`EflaModel.compute`).
 
     The gradient of a cast weight is fp32, and adds up so over micro-batches.
     """
@@ -242,13 +249,14 @@ def is_whole(name: str) -> bool:
 
 
 def reduce_whole(model: nn.Module, world: World) -> None:
-    """Sum the gradients of FP32_PARAMETERS over ranks, in one flat all-reduce (FSDP does the others)."""
-    grads = [p.grad for name, p in model.named_parameters() if is_whole(name) and p.grad is not None]
+    """Sum over ranks the gradients that FSDP does not: those of FP32_PARAMETERS, or of all parameters without FSDP."""
+    sharded = isinstance(model, FSDPModule)
+    grads = [p.grad for name, p in model.named_parameters() if p.grad is not None and (not sharded or is_whole(name))]
     if world.size == 1 or not grads:
         return
-    flat = world.sum(torch.cat([grad.flatten() for grad in grads]))
-    for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(summed.view_as(grad))
+    with dist._coalescing_manager():  # one collective
+        for grad in grads:
+            dist.all_reduce(grad)
 
 
 def reshard(model: nn.Module) -> None:

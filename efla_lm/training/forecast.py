@@ -11,7 +11,7 @@ from efla_lm.training import cost, measured
 from efla_lm.training.activations import kind_of_checkpointing
 from efla_lm.training.budget import Budget, plan_budget
 
-GPUS_PER_NODE = 8  # assumed where parallel=hsdp is to shard within a node
+GPUS_PER_NODE = 8  # assumed, where parallel=hsdp is to shard within a node, and for parallel=ddp
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def forecast(
         "precision": settings.train.precision,
         "keeping": kept,
         "compiled": compiled,
-        "whole": gpus == 1 and settings.parallel.mode in ("auto", "single"),
+        "whole": whole_of(settings, gpus),
     }
     need = cost.memory(
         config,
@@ -120,6 +120,13 @@ def shards_of(settings: TrainSettings, gpus: int) -> int:
             raise UserError(f"parallel.shard={shards} does not divide gpus={gpus}")
         return shards
     return gpus if parallel.mode in ("auto", "fsdp") else 1
+
+
+def whole_of(settings: TrainSettings, gpus: int) -> bool:
+    """Whether devices hold the model without FSDP, as `distributed.holds_whole` has it."""
+    if gpus == 1 and settings.parallel.mode in ("auto", "single"):
+        return True
+    return settings.parallel.mode == "ddp" and settings.train.cuda_graphs != "off" and gpus <= GPUS_PER_NODE
 
 
 def clock(seconds: float) -> str:

@@ -129,7 +129,7 @@ def test_switch_of_graphs(world: distributed.World) -> None:
         return build.build_passes(compose("train", list(overrides), TrainSettings), world)
 
     assert passes() is run_eagerly and passes("train.cuda_graphs=off") is run_eagerly
-    with pytest.raises(UserError, match=r"train\.cuda_graphs=on needs one process on a CUDA device"):
+    with pytest.raises(UserError, match=r"train\.cuda_graphs=on needs CUDA devices, and one process or parallel=ddp"):
         passes("train.cuda_graphs=on")
 
 

@@ -82,6 +82,7 @@ def two(corpus: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "from one": (("name=from-one", *LENGTH, FSDP), None),
         "to one": (("name=to-one", *LENGTH, FSDP, "train.stop_at=20"), None),
         "ddp": (("name=ddp", *LENGTH, DDP, "train.stop_at=8"), None),
+        "ddp by fsdp": (("name=ddp-by-fsdp", *LENGTH, DDP, "train.cuda_graphs=off", "train.stop_at=8"), None),
         "packed": ((*PACKED, FSDP), None),
         "selective": (("name=selective", *LENGTH, FSDP, f"{KEEPING}=selective", "train.stop_at=4"), None),
         "kept full": (("name=kept-full", *LENGTH, FSDP, f"{KEEPING}=full", "train.stop_at=4"), None),
@@ -190,8 +191,10 @@ def test_activation_checkpointing_of_sharded_blocks(two: Two, single: Path) -> N
 
 def test_replicated(two: Two, single: Path) -> None:
     runs, codes = two
-    assert codes["ddp"] == [0, 0]
-    assert_same_weights(weights(runs, "ddp", 8), weights(single, "run", 8), 1e-5)
+    assert codes["ddp"] == codes["ddp by fsdp"] == [0, 0]
+    for name in ("ddp", "ddp-by-fsdp"):
+        assert_same_weights(weights(runs, name, 8), weights(single, "run", 8), 1e-5)
+        assert metrics(runs, name, "grad_norm") == pytest.approx(metrics(single, "run", "grad_norm")[:8], rel=1e-5)
 
 
 @pytest.mark.parametrize(("model", "tied"), FAMILY)
