@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +81,7 @@ def process_unit(
     """
     temporary = prefix.with_name(f"{prefix.name}.{os.getpid()}")
     writers = {split: ShardWriter(f"{temporary}.{split}", encoder.dtype) for split in SPLITS}
-    keys: dict[str, list[tuple[int, int, int]]] = {split: [] for split in SPLITS}
+    keys = {split: array("Q") for split in SPLITS}  # KEY_DTYPE, flat
     entries: list[dict[str, Any]] = []
     text_bytes = tokens = 0
     try:
@@ -89,17 +90,17 @@ def process_unit(
             for text, encoded in read_documents(piece, recipe.text_field, tally):
                 split = "heldout" if piece.heldout or is_held_out(encoded, recipe) else "train"
                 text_bytes += len(encoded)
+                if text_bytes >= REPORT_BYTES:
+                    report(text_bytes, tokens)
+                    text_bytes = tokens = 0
                 if recipe.keeps_keys:
                     high, low = document_hash(encoded, recipe)
                     if high >= limits.below and not piece.heldout:
                         continue
-                    keys[split].append((high, low, len(encoded)))
+                    keys[split].extend((high, low, len(encoded)))
                 ids = encoder.encode(text)
                 writers[split].add(ids, len(encoded))
                 tokens += len(ids)
-                if text_bytes >= REPORT_BYTES:
-                    report(text_bytes, tokens)
-                    text_bytes = tokens = 0
                 if limits.max_tokens is not None and writers["train"].tokens >= limits.max_tokens:
                     break
             entries.append(_describe(piece, tally))
@@ -114,7 +115,7 @@ def process_unit(
     if recipe.keeps_keys:
         suffixes.append("key")
         for split in SPLITS:
-            np.array(keys[split], dtype=KEY_DTYPE).tofile(f"{temporary}.{split}.key")
+            np.array(keys[split], dtype=np.uint64).view(KEY_DTYPE).tofile(f"{temporary}.{split}.key")
     result = UnitResult(shards, entries, limits.below)
     Path(f"{prefix}.json").unlink(missing_ok=True)  # of an earlier pass over this unit: its files go now
     for split in SPLITS:
