@@ -19,10 +19,11 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from efla_data.assemble import assemble
 from efla_data.errors import DataError
@@ -42,9 +43,11 @@ from efla_data.tokenizer import (
     train_tokenizer,
 )
 from efla_data.unit import is_held_out
-from efla_data.workers import INFO, PLAN, TOKENIZER
+from efla_data.workers import INFO, PLAN, TOKENIZER, WORKERS_LOCK
 
 PLAN_VERSION = 2  # of the files in OUT.partial
+LOCK = "lock"
+WORKERS_WAIT = 60.0  # seconds
 TRAINING_BYTES = 1 << 28  # text from the beginning of the corpus that a tokenizer is trained on, at most
 
 
@@ -153,13 +156,31 @@ def _refuse_foreign(out: Path) -> None:
 
 @contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """One `prepare` at a time per folder; the lock goes with the process, however it ends."""
-    with open(partial / "lock", "w") as handle:
+    """One `prepare` at a time per folder; the lock goes with the process, however it ends.
+
+    Workers that outlive it for a moment are waited for: what they write would be mixed with what is written now.
+    """
+    with open(partial / LOCK, "w") as handle, open(partial / WORKERS_LOCK, "w") as workers:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _wait_for_lock(workers)
         except BlockingIOError as error:
             raise DataError(f"another process is preparing {partial}; wait for it or name another data.dir") from error
+        fcntl.flock(workers, fcntl.LOCK_UN)
         yield
+
+
+def _wait_for_lock(handle: IO[str]) -> None:
+    """Until workers of a run that was killed have noticed; BlockingIOError if they do not."""
+    until = time.monotonic() + WORKERS_WAIT
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
 
 
 @contextmanager
@@ -186,13 +207,13 @@ def _enter_plan(partial: Path, recipe: Recipe, units: list[list[Piece]]) -> None
     }
     content = json.dumps(plan)
     path = partial / PLAN
-    if not path.is_file() and any(item.name != "lock" for item in partial.iterdir()):
+    if not path.is_file() and any(item.name not in (LOCK, WORKERS_LOCK) for item in partial.iterdir()):
         raise DataError(f"{partial} exists and was not left by an earlier run; remove it or name another data.dir")
     if not path.is_file() or path.read_text(encoding="utf-8") != content:
         for item in partial.iterdir():
             if item.is_dir():
                 shutil.rmtree(item)
-            elif item.name != "lock":
+            elif item.name not in (LOCK, WORKERS_LOCK):
                 item.unlink()
         _write(path, content)
     (partial / "units").mkdir(exist_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from efla_data.tokenizer import find_tokenizer
 from efla_data.unit import Limits, Report, process_unit, unit_prefix
 
 PLAN, INFO, TOKENIZER = "plan.json", "tokenizer_info.json", "tokenizer"  # names in OUT.partial
+WORKERS_LOCK = "workers.lock"  # there too: shared by the workers of a run, so that the next one waits for their end
 
 
 class Job:
@@ -101,6 +103,8 @@ def main() -> None:
         print(json.dumps(message), file=out, flush=True)
 
     job = Job(Path(sys.argv[1]))
+    lock = open(job.folder / WORKERS_LOCK)  # noqa: SIM115 (held to the end of the process)
+    fcntl.flock(lock, fcntl.LOCK_SH)
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from efla_data import prepare as module
 from efla_data import sources, workers
 from efla_data.errors import DataError
 from efla_data.prepare import prepare
@@ -109,6 +110,26 @@ def test_two_at_once_in_one_folder_are_refused(corpus: Recipe, tmp_path: Path) -
         with pytest.raises(DataError, match="another process is preparing"):
             prepare(corpus, tmp_path / "out")
     prepare(corpus, tmp_path / "out", processes=1)
+
+
+def test_workers_that_outlive_their_run_are_waited_for(
+    corpus: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they are writing belongs to the same units."""
+    import fcntl
+    import threading
+
+    (tmp_path / "out.partial").mkdir()
+    with open(tmp_path / "out.partial" / "workers.lock", "w") as worker:
+        fcntl.flock(worker, fcntl.LOCK_SH)
+        with monkeypatch.context() as patch, pytest.raises(DataError, match="another process is preparing"):
+            patch.setattr(module, "WORKERS_WAIT", 0.1)
+            prepare(corpus, tmp_path / "out", processes=1)
+        assert not (tmp_path / "out.partial" / "units").exists()
+        threading.Timer(0.5, lambda: fcntl.flock(worker, fcntl.LOCK_UN)).start()
+        start = time.monotonic()
+        prepare(corpus, tmp_path / "out", processes=1)
+        assert time.monotonic() - start > 0.4
 
 
 @pytest.mark.timeout(120)
