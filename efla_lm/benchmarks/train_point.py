@@ -107,6 +107,7 @@ class Ours:
 def measure(subject: Subject, point: Point) -> dict[str, Any]:
     """Warm up, then time `windows` times `updates` updates; the columns of a row (module `train_speed`)."""
     begin, first, startup = time.time(), 0.0, 0.0
+    built = begin - point.started  # of the start-up: imports, devices, data, initial weights
     for number in range(point.warmup):
         subject.step(number)
         if number + 1 in (1, STARTED):
@@ -144,6 +145,7 @@ def measure(subject: Subject, point: Point) -> dict[str, Any]:
         "peak_gib": peak_memory_gib(subject.device),
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if cuda else None,
         "startup_s": startup,
+        "built_s": built,
         "first_update_s": first,
         "loss": loss,
         "loss_after": number,
