@@ -31,6 +31,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "tokens")
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """torch.compile allows a function few variants in one process; each test brings models of its own."""
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def world() -> Iterator[distributed.World]:
     yield distributed.start("cuda")
