@@ -44,7 +44,7 @@ def lines(found: Forecast, settings: PlanSettings) -> dict[str, str]:
     verdict = "fits" if found.fits else "DOES NOT FIT"
     efficiency = f" x {settings.efficiency:g} beside others (assumed)" if found.gpus > 1 else ""
     if found.largest_micro_batch is None or found.largest_memory is None:
-        largest = "none: not even one window fits; more GPUs to share the state, or activation_checkpointing=full"
+        largest = "none: not even one window fits; more GPUs to share the state, or train.activation_checkpointing=full"
     else:
         tokens = found.largest_micro_batch * budget.context
         largest = f"{found.largest_micro_batch} windows = {tokens:,} tokens, {found.largest_memory.peak_gib:.1f} GiB"
@@ -56,6 +56,7 @@ def lines(found: Forecast, settings: PlanSettings) -> dict[str, str]:
         "device": f"{found.gpus} x {found.gpu}, {found.shards} share(s) one copy of weights and optimiser",
         "memory per device": f"{found.memory.peak_gib:.1f} GiB at the peak, of {usable:.1f} usable: {verdict}",
         "  of it, GiB": parts,
+        "activation checkpointing": found.keeping,
         "largest micro-batch that fits": largest,
         "tokens/s of a device": f"{found.speed.tokens_per_second:,.0f} ({found.speed.source})",
         "tokens/s": f"{time.tokens_per_second:,.0f}{efficiency}",

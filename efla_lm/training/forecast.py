@@ -22,6 +22,7 @@ class Forecast:
     parameters: int
     budget: Budget
     shards: int
+    keeping: str  # activation checkpointing
     gpus: int
     gpu: str
     memory: cost.Memory
@@ -98,6 +99,7 @@ def forecast(
         parameters=count_parameters(config),
         budget=budget,
         shards=shards,
+        keeping=kept,
         gpus=gpus,
         gpu=gpu,
         memory=need,
