@@ -49,7 +49,7 @@ def test_losses_are_those_of_the_cpu(corpus: Path, tmp_path: Path, model: str) -
             assert metrics(tmp_path, name, key) == pytest.approx(metrics(tmp_path, "cpu", key), rel=2e-3), (name, key)
 
 
-@pytest.mark.parametrize("mixer", ["efla", "gated_efla", "deltanet", "attention"])
+@pytest.mark.parametrize("mixer", ["efla", "gated_efla", "deltanet", "mamba2", "attention"])
 def test_no_wait_between_updates(corpus: Path, world: distributed.World, mixer: str) -> None:
     """The boundaries of documents are checked and used without the host asking for them."""
     windows = PackedWindows(TokenFile.open(corpus), 128)
