@@ -117,13 +117,16 @@ def new_figure(rows: int, columns: int, width: float = 3.4, height: float = 2.7)
 
 
 def save_figure(figure: Any, path: Path) -> list[Path]:
-    """PNG and PDF beside each other; `path` without ending."""
+    """PNG (a palette of 128 colours: a fourth of the bytes) and PDF beside each other; `path` without ending."""
     from matplotlib import pyplot
+    from PIL import Image
 
     figure.tight_layout()
-    written = []
-    for ending in (".png", ".pdf"):
-        written.append(path.with_suffix(ending))
-        figure.savefig(written[-1], dpi=160, metadata={"CreationDate": None} if ending == ".pdf" else None)
+    png, pdf = path.with_suffix(".png"), path.with_suffix(".pdf")
+    figure.savefig(png, dpi=120)
+    with Image.open(png) as image:
+        small = image.convert("RGB").quantize(128)
+    small.save(png, optimize=True)
+    figure.savefig(pdf, metadata={"CreationDate": None})
     pyplot.close(figure)
-    return written
+    return [png, pdf]

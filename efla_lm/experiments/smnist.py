@@ -151,8 +151,8 @@ def train(
             loss, accuracy = (sums / counted).tolist()
             for curve, one_loss, one_accuracy in zip(curves, loss, accuracy):
                 curve["step"].append(step + 1)
-                curve["loss"].append(one_loss)
-                curve["accuracy"].append(one_accuracy)
+                curve["loss"].append(round(one_loss, 6))
+                curve["accuracy"].append(round(one_accuracy, 6))
             report(step + 1, steps, float(np.median(loss)))
             sums.zero_()
             counted = 0
@@ -173,7 +173,7 @@ def accuracy(model: Classifier, pixels: Tensor, labels: Tensor, prepare: Prepara
     for start in range(0, len(pixels), rows):
         logits = model(prepare(pixels[start : start + rows]).unsqueeze(0))
         right += (logits.argmax(-1) == labels[start : start + rows]).sum(1)
-    return (right / len(pixels)).tolist()
+    return [count / len(pixels) for count in right.tolist()]
 
 
 def under_corruption(

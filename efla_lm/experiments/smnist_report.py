@@ -19,6 +19,7 @@ from efla_lm.experiments.results import (
 
 SCRIPT_RATES = {"deltanet": 1e-3, "efla": 3e-3}  # of the authors' public script [paper, section 4]
 DEFAULT_SCRIPT_RATE = 1e-3  # for mixers that the script does not have
+EXACT_AND_EULER = (("efla", "deltanet"), ("gated_efla", "gated_deltanet"))
 AXES = {
     "dropout": "pixel dropout, probability",
     "intensity": "intensity, factor",
@@ -154,7 +155,32 @@ def _summary(setting: str, content: dict[str, Any], runs: Sequence[Run], rates: 
             header = ["rate", "model", *(f"half lost at {kind}" for kind in AXES), *(f"mean over {k}" for k in AXES)]
             lines += ["", "At equal rates; the mean accuracy over all levels is the area under the curve.", ""]
             lines += [markdown(header, equal)]
+        lines += _pairs(runs)
     return "\n".join(lines)
+
+
+def _pairs(runs: Sequence[Run]) -> list[str]:
+    """Of two mixers trained alike (rate, seed, hence starting values and order of images): how often one is above."""
+    rows = []
+    for exact, euler in EXACT_AND_EULER:
+        others = {(r["rate"], r["seed"]): r for r in runs if r["mixer"] == euler and r["corruptions"]}
+        own = [r for r in runs if r["mixer"] == exact and r["corruptions"] and (r["rate"], r["seed"]) in others]
+        for measure in ("clean", *AXES) if own else ():
+            gains = [100 * (_mean_of(r, measure) - _mean_of(others[r["rate"], r["seed"]], measure)) for r in own]
+            mean, spread = mean_and_spread(gains)
+            above = f"{sum(gain > 0 for gain in gains)} of {len(gains)}"
+            rows.append([f"{NAMES[exact]} above {NAMES[euler]}", measure, above, f"{mean:+.2f} ± {spread:.2f}"])
+    if not rows:
+        return []
+    header = ["pairs of equal rate and seed", "accuracy", "pairs", "difference in points"]
+    return ["", "Pair by pair; under a corruption, the mean accuracy over all levels.", "", markdown(header, rows)]
+
+
+def _mean_of(run: Run, measure: str) -> float:
+    """Clean test accuracy, or the mean over the levels of a corruption."""
+    if measure == "clean":
+        return float(run["test_accuracy"])
+    return mean_and_spread(run["corruptions"][measure]["accuracy"])[0]
 
 
 def _curve(run: Run, kind: str) -> dict[str, list[float]]:
@@ -178,11 +204,12 @@ def _points(points: Sequence[float | None], own: Sequence[Run], kind: str) -> st
         return f"never (to {own[0]['corruptions'][kind]['level'][-1]:g})"
     mean, spread = mean_and_spread(reached)
     never = len(points) - len(reached)
-    return f"{mean:.2f} ± {spread:.2f}" + (f" ({never} of {len(points)} never)" if never else "")
+    shown = f"{mean:.2f} ± {spread:.2f}" if len(reached) > 1 else f"{mean:.2f}"
+    return shown + (f" ({never} of {len(points)} never)" if never else "")
 
 
 def _area(own: Sequence[Run], kind: str) -> str:
-    return _percent([mean_and_spread(r["corruptions"][kind]["accuracy"])[0] for r in own])
+    return _percent([_mean_of(r, kind) for r in own])
 
 
 def _draw(axis: Any, runs: Sequence[Run], mixer: str, kind: str, label: str) -> None:

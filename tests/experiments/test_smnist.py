@@ -25,7 +25,7 @@ from efla_lm.experiments.smnist import (
     chosen,
     train,
 )
-from efla_lm.experiments.smnist_report import compared_rates, gather, half_point
+from efla_lm.experiments.smnist_report import compared_rates, gather, half_point, write_report
 from efla_lm.experiments.stack import initialise
 from scripts.smnist import main
 
@@ -197,6 +197,31 @@ def test_strict_takes_the_best_validated_rate_and_files_must_agree() -> None:
     assert gather([one, one | {"runs": runs[1:]}])[1] == sorted(runs, key=lambda r: (r["rate"], r["seed"]))
     with pytest.raises(ValueError, match="differ in plan"):
         gather([one, one | {"plan": 2}])
+
+
+def test_table_counts_pairs_and_shows_no_spread_of_one_value(tmp_path: Path) -> None:
+    def met(mixer: str, seed: int, clean: float, curve: list[float]) -> dict:
+        corruptions = {kind: {"level": [1, 2, 3], "accuracy": curve} for kind in LEVELS}
+        return run(mixer, 1e-3, seed, 0.5) | {"test_accuracy": clean, "corruptions": corruptions}
+
+    runs = [met("efla", 0, 0.9, [0.9, 0.6, 0.3]), met("efla", 1, 0.8, [0.8, 0.8, 0.8]),
+            met("deltanet", 0, 0.7, [0.7, 0.7, 0.7]), met("deltanet", 1, 0.6, [0.6, 0.6, 0.6]),
+            met("deltanet", 2, 0.1, [0.1, 0.1, 0.1])]  # fmt: skip
+    content = {"setting": "strict", "images": {"tokens": 784, "train": 1, "source": "x"},
+               "plan": {"steps": 1, "batch": 1}, "runs": runs}  # fmt: skip
+    text = write_report([content], tmp_path, figures=False)
+    assert "| 2.50 (1 of 2 never) |" in text and "never (to 3)" in text
+    assert "| EFLA above DeltaNet | clean | 2 of 2 | +20.00 ± 0.00 |" in text
+    assert "| EFLA above DeltaNet | noise | 1 of 2 | +5.00 ± 21.21 |" in text
+
+
+@pytest.mark.parametrize("setting", ["paper", "strict"])
+def test_committed_tables_follow_from_the_committed_results(setting: str, tmp_path: Path) -> None:
+    committed = Path(__file__).parents[2] / "docs" / "results" / "smnist"
+    assert main.run([f"replot=[{committed / f'{setting}.json'}]", f"out={tmp_path}", "figures=false"]) == 0
+    for ending in ("md", "csv", "json"):
+        name = f"{setting}.{ending}"
+        assert (tmp_path / name).read_bytes() == (committed / name).read_bytes()
 
 
 @pytest.mark.timeout(280)
