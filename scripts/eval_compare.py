@@ -31,7 +31,13 @@ def main(settings: EvalCompareSettings) -> int:
     import torch
 
     from efla_lm.evaluation import speed
-    from efla_lm.evaluation.compare import OFFICIAL_DOCUMENTS, compare_values, largest_differences
+    from efla_lm.evaluation.compare import (
+        OFFICIAL_DOCUMENTS,
+        compare_values,
+        evaluate_ours,
+        evaluate_stock,
+        largest_differences,
+    )
 
     device = checkpoints.choose_device(settings.device)
     checkpoint = checkpoints.find(settings.checkpoint)
@@ -41,9 +47,12 @@ def main(settings: EvalCompareSettings) -> int:
     task_sets = speed.tasks(TASKS, tokenizer, Path(settings.local_dir) if settings.local_dir else None)
     weights, context = checkpoints.weights_hash(model), checkpoints.context_length(model, tokenizer)
     checkpoints.place(model, "fp32", device)
-    ours, ours_scores = measure("ours", lambda: evaluate_ours(model, tokenizer, context, task_sets, settings))
+    ours, ours_scores = measure("ours", lambda: evaluate_ours(model, tokenizer, context, task_sets, settings.limit))
     model.cpu()
-    stock, stock_scores = measure("stock", lambda: evaluate_stock(checkpoint.location, device, task_sets, settings))
+    stock, stock_scores = measure(
+        "stock",
+        lambda: evaluate_stock(checkpoint.location, device, task_sets, settings.stock_batch_size, settings.limit),
+    )
     rows = compare_values(ours["results"], stock["results"])
     documents = {task: counts["effective"] for task, counts in ours["n-samples"].items()}
     official = documents == OFFICIAL_DOCUMENTS
@@ -82,31 +91,6 @@ def measure(name: str, work: Any) -> Any:
     found = work()
     print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
     return found
-
-
-def evaluate_ours(model: Any, tokenizer: Any, context: int, task_sets: Any, settings: EvalCompareSettings) -> Any:
-    """(results, recorded scores) of our evaluation, as `eval.py` makes it."""
-    from efla_lm.evaluation.compare import Recorder
-    from efla_lm.evaluation.harness import HarnessLM
-    from efla_lm.evaluation.runner import run_tasks
-    from efla_lm.evaluation.scoring import Scorer
-    from efla_lm.evaluation.tokens import TokenPolicy
-
-    harness = HarnessLM(Scorer(model, context, "auto"), TokenPolicy(tokenizer))
-    recorder = Recorder(harness)
-    return run_tasks(harness, task_sets, limit=settings.limit, bootstrap=0), recorder
-
-
-def evaluate_stock(location: str, device: Any, task_sets: Any, settings: EvalCompareSettings) -> Any:
-    """(results, recorded scores) of lm-eval's stock model, which loads the export itself."""
-    from lm_eval.models.huggingface import HFLM
-
-    from efla_lm.evaluation.compare import Recorder
-    from efla_lm.evaluation.runner import run_any
-
-    harness = HFLM(pretrained=location, dtype="float32", device=str(device), batch_size=settings.stock_batch_size)
-    recorder = Recorder(harness)
-    return run_any(harness, task_sets, limit=settings.limit), recorder
 
 
 def print_comparison(rows: list[dict[str, Any]], documents: dict[str, int]) -> None:

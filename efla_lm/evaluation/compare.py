@@ -7,6 +7,12 @@ from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.models.huggingface import HFLM
+
+from efla_lm.evaluation.harness import HarnessLM
+from efla_lm.evaluation.runner import run_any, run_tasks
+from efla_lm.evaluation.scoring import Scorer
+from efla_lm.evaluation.tokens import TokenPolicy
 
 # documents of the splits that lm-eval evaluates, as their authors published them
 OFFICIAL_DOCUMENTS = {
@@ -34,6 +40,22 @@ class Recorder:
             return answers
 
         return run
+
+
+def evaluate_ours(model: Any, tokenizer: Any, context: int, task_sets: Any, limit: int | None) -> tuple[Any, Recorder]:
+    """(results, recorded scores) of our evaluation, as `eval.py` makes it."""
+    harness = HarnessLM(Scorer(model, context, "auto"), TokenPolicy(tokenizer))
+    recorder = Recorder(harness)
+    return run_tasks(harness, task_sets, limit=limit, bootstrap=0), recorder
+
+
+def evaluate_stock(
+    location: str, device: Any, task_sets: Any, batch_size: Any, limit: int | None
+) -> tuple[Any, Recorder]:
+    """(results, recorded scores) of lm-eval's stock model, which loads the export itself, in fp32."""
+    harness = HFLM(pretrained=location, dtype="float32", device=str(device), batch_size=batch_size)
+    recorder = Recorder(harness)
+    return run_any(harness, task_sets, limit=limit), recorder
 
 
 def compare_values(ours: dict[str, Any], stock: dict[str, Any]) -> list[dict[str, Any]]:

@@ -29,11 +29,13 @@ def describe_environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with -dirty where tracked files differ; EFLA_COMMIT where a copy has no history."""
+    """EFLA_COMMIT where it is set (a copy has no history), else the checkout's, -dirty where tracked files differ."""
+    if "EFLA_COMMIT" in os.environ:
+        return os.environ["EFLA_COMMIT"]
     folder = str(Path(__file__).parent)
     head = _first_line("git", "-C", folder, "rev-parse", "HEAD")
     if head is None:
-        return os.environ.get("EFLA_COMMIT")
+        return None
     changed = _first_line("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
     return head + ("-dirty" if changed else "")
 

@@ -28,6 +28,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "tokens", tokens=4096)
 
 
+@pytest.fixture(autouse=True)
+def no_graph_of_another_model() -> None:
+    """All models' blocks are one function to the compiler, which gives up after eight graphs of one function."""
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def world() -> Iterator[distributed.World]:
     yield distributed.start("cuda")

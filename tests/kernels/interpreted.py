@@ -110,6 +110,15 @@ def test_widths(key_width: int, value_width: int) -> None:
     check(case("gated_efla", key_width=key_width, value_width=value_width))
 
 
+@pytest.mark.parametrize("op", ["efla", "gated_efla"])
+@pytest.mark.parametrize("segments", [1, 3])
+def test_blocks_wider_than_the_widths(monkeypatch: pytest.MonkeyPatch, op: str, segments: int) -> None:
+    """As 16-bit types have them on a GPU: blocks of 64 around keys and values of 24 and 32."""
+    monkeypatch.setattr(choices.Problem, "narrowest", 64)
+    monkeypatch.setattr(ops, "split_segments", lambda *_, **__: segments)
+    check(case(op, key_width=24, value_width=32, tokens=300 if segments > 1 else 70))
+
+
 @pytest.mark.parametrize("norm", [1e-2, 10.0, 1e3, None])
 def test_norms_of_raw_keys(norm: float | None) -> None:
     check(case("efla", key_norm=norm))

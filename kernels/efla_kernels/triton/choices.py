@@ -115,6 +115,11 @@ class Problem:
     def columns(self) -> int:
         return 4 if self.decays else 3
 
+    @property
+    def narrowest(self) -> int:
+        """The narrowest block: 16-bit products below 64 columns leave the path that everything else takes on a GPU."""
+        return 16 if self.operand == torch.float32 else 64
+
     def state_shape(self, *leading: int) -> tuple[int, ...]:
         return (*leading, self.heads, self.key_width, self.value_width)
 
@@ -123,7 +128,7 @@ class Problem:
         return {
             "H": self.heads,
             "K": self.key_width,
-            "BK": max(16, triton.next_power_of_2(self.key_width)),
+            "BK": max(self.narrowest, triton.next_power_of_2(self.key_width)),
             "DECAYS": self.decays,
             "DTYPE": tl.float32 if self.operand == torch.float32 else tl.bfloat16,
             "PRECISION": "tf32x3" if self.operand == torch.float32 else "tf32",
@@ -135,10 +140,11 @@ class Problem:
         Rows that no multiple of 8 measures cannot be copied asynchronously, so that their loops are not pipelined, and
         such loops over 16 or 32 columns are what Triton 3.6 compiles to wrong code.
         """
-        if self.operand == torch.float32:
-            return {"V": self.value_width, "BV": max(16, min(block.columns, triton.next_power_of_2(self.value_width)))}
-        whole = self.key_width % 8 == 0 and self.value_width % 8 == 0
-        return {"V": self.value_width, "BV": block.columns if whole else max(64, block.columns)}
+        columns = block.columns
+        if self.key_width % 8 or self.value_width % 8:
+            columns = max(self.narrowest, columns)
+        needed = max(self.narrowest, triton.next_power_of_2(self.value_width))
+        return {"V": self.value_width, "BV": min(columns, needed)}
 
 
 def split_segments(

@@ -61,12 +61,13 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _tma(p: Problem, *tensors: Tensor) -> bool:
-    """Whether tensor descriptors can serve: 16-bit rows of 16-byte multiples, K a power of two (states in whole tiles).
+    """Whether tensor descriptors can serve: 16-bit rows of 16-byte multiples, K a power of two that fills its blocks
+    (states in whole tiles).
 
     Descriptors are made in the kernels, from memory that Triton asks for here; its allocator belongs to a thread, and
     autograd's backward has one of its own.
     """
-    if p.dtype == torch.float32 or p.key_width < 16 or p.key_width & (p.key_width - 1) or not tensors[0].is_cuda:
+    if p.dtype == torch.float32 or p.flags()["BK"] != p.key_width or not tensors[0].is_cuda:
         return False
     for x in tensors:
         if x.data_ptr() % 16 or x.shape[3] % 8 or x.stride(1) % 8 or x.stride(2) % 8:
