@@ -29,9 +29,10 @@ KINDS = {
     "mixer": r"solve_kernel|scan_kernel|scan_backward|gradient_[qk]_kernel|transition_kernel|merge_kernel|ssd_|chunk_|"
     r"flash|fmha|attention|efla_kernels::",
     "optimiser": r"adam|multi_tensor_apply|lpnorm|_foreach",
-    "products": r"gemm|nvjet|cutlass|xmma|::mm$|addmm|bmm|matmul|aten::linear",
-    "copies": r"memcpy|memset|copy_|::to$|_to_copy|::clone",
+    "products": r"gemm|nvjet|cutlass|xmma|splitkreduce|::mm$|addmm|bmm|matmul|aten::linear",
+    # before copies: the fused kernels of norms have the casts of their inputs in their names
     "norms and other reductions": r"triton_red|triton_per|norm|reduce_kernel|::sum",
+    "copies": r"memcpy|memset|copy_|::to$|_to_copy|::clone",
     "embedding": r"embedding|index_select|indexing",
     "pointwise": r"triton_poi|elementwise|triton_|aten::",
 }
@@ -106,7 +107,8 @@ class Tracer:
             span = event.time_range
             everything.append((span.start, span.end))
             if on_device:
-                if event.device_type != DeviceType.CUDA:
+                # the optimiser's step is also marked as a whole, over its kernels
+                if event.device_type != DeviceType.CUDA or event.is_user_annotation:
                     continue
                 time = span.end - span.start
             else:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from efla_data.loader import IGNORE, SequentialLoader
+from efla_data.loader import SequentialLoader
 from torch import nn
 
 from efla_lm.training.distributed import World, reshard
-from efla_lm.training.step import inputs_of
+from efla_lm.training.step import count_targets, inputs_of
 
 
 @torch.no_grad()
@@ -27,7 +27,8 @@ def validate(model: nn.Module, loader: SequentialLoader, world: World, max_windo
         for index in range(batches):
             batch = loader.batch(index)
             loss = model(**inputs_of(batch, world)).loss
-            sums += torch.stack([loss.double(), (batch.targets != IGNORE).sum().to(world.device).double()])
+            sums[0] += loss
+            sums[1] += count_targets(batch)
     finally:
         model.train(was_training)
         reshard(model)  # a forward pass without a backward one leaves the weights gathered
