@@ -84,5 +84,6 @@ def test_loss_holds_one_block_of_logits() -> None:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     linear_cross_entropy(h, weight, targets)
-    expected = 4 * cross_entropy.ROWS * 32000 + 4 * 32000 * 512 + 2 * 8192 * 512
+    workspace = 2**25  # of cuBLASLt on Hopper, taken from the allocator by every product
+    expected = 4 * cross_entropy.ROWS * 32000 + 4 * 32000 * 512 + 2 * 8192 * 512 + workspace
     assert torch.cuda.max_memory_allocated() - before <= 1.02 * expected
