@@ -6,7 +6,6 @@ earlier one as a table and draws its plot of time against length (FILE with .png
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any
 import torch
 from efla_kernels.environment import describe_environment
 
-from efla_lm.benchmarks import mamba_calls, report, run
+from efla_lm.benchmarks import files, mamba_calls, report, run
 from efla_lm.benchmarks.settings import BenchSettings
-from efla_lm.errors import UserError
-from efla_lm.settings import entry, to_dict
+from efla_lm.settings import entry
 
 
 @entry("bench", BenchSettings)
@@ -30,9 +28,7 @@ def main(settings: BenchSettings) -> int:
     if not torch.cuda.is_available():
         print("no accelerator found: there is nothing to time here. `table=FILE` prints an earlier result.")
         return 0
-    path = Path(settings.out or time.strftime("results/ops-%Y%m%d-%H%M%S.json"))
-    if path.is_dir():
-        raise UserError(f"out={path} is a folder: name the file")
+    path = files.result_path(settings.out, "ops")
     start = time.perf_counter()
     os.environ["FLA_CACHE_RESULTS"] = "0"  # see `compile_side_by_side`
     mamba_calls.use_mamba_ssm(settings.mamba_ssm)
@@ -41,7 +37,7 @@ def main(settings: BenchSettings) -> int:
     compiled = time.perf_counter() - start
     print(f"compiled in {compiled:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"environment": describe_environment(), "settings": to_dict(settings), "rows": rows}
+    result: dict[str, Any] = {"environment": describe_environment(), "settings": files.recorded(settings), "rows": rows}
     try:
         for op in settings.ops:
             for heads in settings.heads:
@@ -52,8 +48,7 @@ def main(settings: BenchSettings) -> int:
                         record(rows, row)
     finally:  # what was measured before a failure is kept
         result["seconds"] = round(time.perf_counter() - start, 1)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        files.save(path, result)
     print(f"{path}: {len(rows)} rows in {result['seconds']} s")
     show(path)
     return 0
@@ -75,9 +70,7 @@ def record(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
 
 def show(path: Path) -> None:
     """Print a result file's table and draw its plot beside it."""
-    if not path.is_file():
-        raise FileNotFoundError(2, "no such file", str(path))
-    result = report.load(path)
+    result = files.load(path)
     print(report.markdown(result))
     report.plot(result, path.with_suffix(".png"))
     print(f"plot: {path.with_suffix('.png')}")

@@ -7,7 +7,6 @@ written after every layer; `table=FILE` prints an earlier one. Exit code 1 where
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -16,10 +15,9 @@ from typing import Any
 import torch
 from efla_kernels.environment import describe_environment, installed_version
 
-from efla_lm.benchmarks import layer_report, layer_run
+from efla_lm.benchmarks import files, layer_report, layer_run
 from efla_lm.benchmarks.layer_settings import LayerBenchSettings
-from efla_lm.errors import UserError
-from efla_lm.settings import entry, to_dict
+from efla_lm.settings import entry
 
 PACKAGES = ("flash-linear-attention", "liger-kernel", "cut-cross-entropy")
 
@@ -28,17 +26,12 @@ PACKAGES = ("flash-linear-attention", "liger-kernel", "cut-cross-entropy")
 def main(settings: LayerBenchSettings) -> int:
     """Measure the layers around the mixers, forward and forward + backward, beside the installed packages'."""
     if settings.table:
-        path = Path(settings.table)
-        if not path.is_file():
-            raise FileNotFoundError(2, "no such file", str(path))
-        print(layer_report.markdown(json.loads(path.read_text(encoding="utf-8"))))
+        print(layer_report.markdown(files.load(Path(settings.table))))
         return 0
     if not torch.cuda.is_available():
         print("no accelerator found: there is nothing to time here. `table=FILE` prints an earlier result.")
         return 0
-    path = Path(settings.out or time.strftime("results/layers-%Y%m%d-%H%M%S.json"))
-    if path.is_dir():
-        raise UserError(f"out={path} is a folder: name the file")
+    path = files.result_path(settings.out, "layers")
     packages = {name: installed_version(name) for name in PACKAGES}
     missing = [name for name, version in packages.items() if version is None]
     if missing:
@@ -50,7 +43,7 @@ def main(settings: LayerBenchSettings) -> int:
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {
-        "environment": describe_environment(), "packages": packages, "settings": to_dict(settings), "rows": rows,
+        "environment": describe_environment(), "packages": packages, "settings": files.recorded(settings), "rows": rows,
     }  # fmt: skip
     for layer in settings.layers:
         for hidden in settings.hidden:
@@ -59,8 +52,7 @@ def main(settings: LayerBenchSettings) -> int:
                     record(rows, row)
             finally:  # what was measured before a failure is kept
                 result["seconds"] = round(time.perf_counter() - start, 1)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                files.save(path, result)
     print(f"{path}: {len(rows)} rows in {result['seconds']} s")
     print(layer_report.markdown(result))
     return 1 if any("failed" in row for row in rows) else 0

@@ -11,18 +11,15 @@ that it holds already are measured again, or left alone with redo=false. A table
 
 from __future__ import annotations
 
-import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
 from efla_kernels.environment import describe_environment
 
-from efla_lm.benchmarks import train_report, train_speed
+from efla_lm.benchmarks import files, train_report, train_speed
 from efla_lm.benchmarks.train_settings import ThroughputSettings
 from efla_lm.errors import UserError
-from efla_lm.settings import entry, to_dict
+from efla_lm.settings import entry
 
 
 @entry("throughput", ThroughputSettings)
@@ -31,32 +28,30 @@ def main(settings: ThroughputSettings) -> int:
     if settings.table:
         show(Path(settings.table))
         return 0
-    path = Path(settings.out or time.strftime("results/throughput-%Y%m%d-%H%M%S.json"))
+    path = files.result_path(settings.out, "throughput")
     environment = describe_environment()
     result = opened(path, environment)
     result["environment"], result["gpu"] = environment, environment["gpu"]
-    result["settings"] = {name: value for name, value in to_dict(settings).items() if name not in ("out", "table")}
+    result["settings"] = files.recorded(settings)
     held = {train_speed.key(row): row for row in result["rows"]}
     measured = 0
     for row in train_speed.run_all(settings, held):
         held[train_speed.key(row)] = row | {"commit": environment["commit"]}
         measured += "skipped" not in row
         result["rows"] = list(held.values())
-        write(path, result)
+        files.save(path, result)
         said = row.get("skipped") or train_report.cell(row)
         print(f"{row['size']} {train_report.name(row)} {train_report.shape(row)}: {said}", flush=True)
-    write(path, result)
+    files.save(path, result)
     show(path)
     return 0 if measured or not train_speed.plans(settings) or not settings.redo else 1
 
 
 def opened(path: Path, environment: dict[str, Any]) -> dict[str, Any]:
     """The result file as it is, or a new one. Raises UserError for figures of another GPU or version of torch."""
-    if path.is_dir():
-        raise UserError(f"out={path} is a folder: name the file")
     if not path.is_file():
         return {"environment": environment, "rows": []}
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    result = files.load(path)
     for part in ("gpu", "torch", "triton"):
         was, now = result["environment"][part], environment[part]
         if was != now:
@@ -64,19 +59,9 @@ def opened(path: Path, environment: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def write(path: Path, result: dict[str, Any]) -> None:
-    """Replace the file by a whole one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
 def show(path: Path) -> None:
     """Print a result file's table and draw its plot beside it."""
-    if not path.is_file():
-        raise FileNotFoundError(2, "no such file", str(path))
-    result = json.loads(path.read_text(encoding="utf-8"))
+    result = files.load(path)
     print(train_report.markdown(result))
     train_report.plot(result, path.with_suffix(".png"))
     print(f"plot: {path.with_suffix('.png')}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from efla_lm.benchmarks.layer_calls import Layer, Tensors, make_layer
 from efla_lm.benchmarks.layer_settings import LayerBenchSettings
 from efla_lm.benchmarks.run import DTYPES
-from efla_lm.benchmarks.timing import device_time, peak_memory_mib, wall_time
+from efla_lm.benchmarks.timing import figures
 
 DEVICE = "cuda"
 # What counts as right: the loss as the fp32 reference has it, everything else within the rounding of its type.
@@ -35,6 +35,7 @@ class Cell:
 
     @staticmethod
     def make(settings: LayerBenchSettings, name: str, hidden: int) -> Cell:
+        """The layer with inputs drawn from seed 0."""
         layer = make_layer(name, settings.batch, settings.tokens, hidden, settings.vocabulary)
         generator = torch.Generator(DEVICE).manual_seed(0)
         dtype = DTYPES[settings.dtype]
@@ -122,16 +123,6 @@ def measure(cell: Cell, settings: LayerBenchSettings, impl: str, errors: dict[st
             **cell.row(impl, direction), **figures(function, settings.repeats), "rel_errs": errors,
             "right": is_right(cell.name, settings.dtype, errors),
         }  # fmt: skip
-
-
-def figures(function: Callable[[], Any], repeats: int) -> dict[str, Any]:
-    """Device and wall time and the memory that a call adds at its peak."""
-    peak = peak_memory_mib(function)
-    wall, device = wall_time(function, repeats), device_time(function, repeats)
-    return {
-        "device_us": device.median, "device_us_quartiles": [device.lower, device.upper],
-        "device_by_graph": device.by_graph, "wall_us": wall.median, "peak_mib": peak,
-    }  # fmt: skip
 
 
 def measure_layer(

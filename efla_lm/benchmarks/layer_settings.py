@@ -4,6 +4,7 @@
 
 from dataclasses import dataclass
 
+from efla_lm.benchmarks.checks import expect_from, expect_positive
 from efla_lm.errors import UserError
 from efla_lm.settings.fields import PATH, key
 
@@ -37,12 +38,7 @@ class LayerBenchSettings:
 
     def validate(self) -> None:
         """Raise UserError for values that nothing can be measured with."""
-        for name, values in {"layers": LAYERS, "impls": IMPLEMENTATIONS}.items():
-            wrong = [x for x in getattr(self, name) if x not in values]
-            if wrong or not getattr(self, name):
-                raise UserError(f"{name}={getattr(self, name)}: expected a list from {', '.join(values)}")
-        for name in ("batch", "tokens", "vocabulary", "repeats", "compile_s", "budget_s"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: expected at least 1")
+        expect_from(self, layers=LAYERS, impls=IMPLEMENTATIONS)
+        expect_positive(self, "batch", "tokens", "vocabulary", "repeats", "compile_s", "budget_s")
         if not self.hidden or any(width < 128 or width % 128 for width in self.hidden):
             raise UserError(f"hidden={self.hidden}: expected multiples of 128")

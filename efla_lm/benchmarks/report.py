@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from itertools import product
 from pathlib import Path
@@ -15,11 +14,6 @@ LABELS = {
 # the op that each of ours is compared with: fla has no EFLA of its own, and DeltaNet is its fastest rule of this kind
 BASELINE = {"efla": "deltanet", **{op: op for op in LABELS if op != "efla"}}
 PEERS = ("fla", "mamba_ssm")  # fla's Mamba-2 is simple_gla with B and C repeated for every head
-
-
-def load(path: Path) -> dict[str, Any]:
-    """A result file of `python -m scripts.bench`."""
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _key(row: dict[str, Any], *names: str) -> tuple[Any, ...]:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from efla_lm.benchmarks import decoding, mamba_calls
 from efla_lm.benchmarks.calls import Call, Unserved, make_call
+from efla_lm.benchmarks.checks import pairs
 from efla_lm.benchmarks.settings import BenchSettings
-from efla_lm.benchmarks.timing import device_time, peak_memory_mib, wall_time
+from efla_lm.benchmarks.timing import figures
 
 DEVICE = "cuda"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -66,9 +67,9 @@ def shapes(settings: BenchSettings, op: str, impl: str, heads: int) -> list[Shap
     """The shapes of one implementation; the PyTorch form, slow and large, takes the first only."""
     if impl == "mamba_ssm" and op != "mamba2":
         return []
-    pairs = settings.pairs()[:1] if impl == "torch" else settings.pairs()
+    served = pairs(settings.shapes)[:1] if impl == "torch" else pairs(settings.shapes)
     heads = heads * MAMBA_HEADS if op == "mamba2" else heads
-    return [Shape(op, batch, tokens, heads, settings.width, settings.dtype) for batch, tokens in pairs]
+    return [Shape(op, batch, tokens, heads, settings.width, settings.dtype) for batch, tokens in served]
 
 
 def outputs(call: Call, tensors: dict[str, Tensor], leaf_names: list[str]) -> dict[str, Tensor]:
@@ -131,17 +132,7 @@ def measure(shape: Shape, impl: str, direction: str, errors: dict[str, float], r
 
     function = forward if direction == "fwd" else both
     relevant = {"o": errors["o"]} if direction == "fwd" else errors
-    return shape.row(impl, direction) | _figures(function, repeats) | _errors(relevant)
-
-
-def _figures(function: Any, repeats: int) -> dict[str, Any]:
-    peak = peak_memory_mib(function)
-    wall, device = wall_time(function, repeats), device_time(function, repeats)
-    return {
-        "device_us": device.median, "device_us_quartiles": [device.lower, device.upper],
-        "device_by_graph": device.by_graph, "wall_us": wall.median, "wall_us_quartiles": [wall.lower, wall.upper],
-        "peak_mib": peak,
-    }  # fmt: skip
+    return shape.row(impl, direction) | figures(function, repeats) | _errors(relevant)
 
 
 def _errors(errors: dict[str, float]) -> dict[str, Any]:
@@ -194,7 +185,7 @@ def measure_decoding(settings: BenchSettings, op: str, heads: int) -> Iterator[d
                     errors = relative_errors({"o": step()}, expected)
                     if impl == "ours" and not errors["o"] <= BOUND[shape.dtype]:
                         raise AssertionError(f"{shape.row(impl, 'decode')}: wrong before it is timed: {errors}")
-                    yield shape.row(impl, "decode") | _figures(step, settings.repeats) | _errors(errors)
+                    yield shape.row(impl, "decode") | figures(step, settings.repeats) | _errors(errors)
             except (Unserved, RuntimeError, ValueError, TypeError) as error:
                 if impl == "ours":
                     raise

@@ -4,6 +4,7 @@
 
 from dataclasses import dataclass
 
+from efla_lm.benchmarks.checks import expect_from, expect_positive, pairs
 from efla_lm.errors import UserError
 from efla_lm.settings.fields import PATH, key
 
@@ -35,21 +36,8 @@ class BenchSettings:
 
     def validate(self) -> None:
         """Raise UserError for values that nothing can be measured with."""
-        allowed = {"ops": OPS, "impls": IMPLEMENTATIONS, "directions": ("fwd", "fwd_bwd", "decode")}
-        for name, values in allowed.items():
-            wrong = [x for x in getattr(self, name) if x not in values]
-            if wrong:
-                raise UserError(f"{name}={wrong}: expected a list from {', '.join(values)}")
+        expect_from(self, ops=OPS, impls=IMPLEMENTATIONS, directions=("fwd", "fwd_bwd", "decode"))
         if "mamba_ssm" in self.impls and not (self.mamba_ssm or self.table):
             raise UserError("impls: mamba_ssm needs the folder with its sources, mamba_ssm=FOLDER")
-        for shape in self.shapes:
-            parts = shape.split("x")
-            if len(parts) != 2 or not all(p.isdigit() and int(p) > 0 for p in parts):
-                raise UserError(f"shapes: expected BATCHxTOKENS such as 8x2048, got {shape!r}")
-        for name in ("seeds", "repeats", "width"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: expected at least 1")
-
-    def pairs(self) -> list[tuple[int, int]]:
-        """The shapes as (batch, tokens)."""
-        return [(int(b), int(t)) for b, t in (shape.split("x") for shape in self.shapes)]
+        pairs(self.shapes)
+        expect_positive(self, "seeds", "repeats", "width")

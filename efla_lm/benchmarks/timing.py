@@ -22,6 +22,7 @@ class Timing:
 
     @staticmethod
     def of(samples: list[float], by_graph: bool = True) -> Timing:
+        """Of measurements in microseconds; a single one is its own quartiles."""
         lower, _, upper = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
         return Timing(round(statistics.median(samples), 2), round(lower, 2), round(upper, 2), by_graph)
 
@@ -84,3 +85,14 @@ def peak_memory_mib(function: Callable[[], Any]) -> float:
     function()
     torch.cuda.synchronize()
     return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+
+
+def figures(function: Callable[[], Any], repeats: int) -> dict[str, Any]:
+    """A result row's columns: device and wall time, and the memory that a call adds at its peak."""
+    peak = peak_memory_mib(function)
+    wall, device = wall_time(function, repeats), device_time(function, repeats)
+    return {
+        "device_us": device.median, "device_us_quartiles": [device.lower, device.upper],
+        "device_by_graph": device.by_graph, "wall_us": wall.median, "wall_us_quartiles": [wall.lower, wall.upper],
+        "peak_mib": peak,
+    }  # fmt: skip

@@ -4,6 +4,7 @@
 
 from dataclasses import dataclass
 
+from efla_lm.benchmarks.checks import expect_from, expect_positive, pairs
 from efla_lm.errors import UserError
 from efla_lm.settings.fields import PATH, key
 
@@ -48,20 +49,8 @@ class ThroughputSettings:
 
     def validate(self) -> None:
         """Raise UserError for values that nothing can be measured with."""
-        for name, values in {"models": MODELS, "impls": IMPLEMENTATIONS, "modes": MODES}.items():
-            wrong = [x for x in getattr(self, name) if x not in values]
-            if wrong or not getattr(self, name):
-                raise UserError(f"{name}={getattr(self, name)}: expected a list from {', '.join(values)}")
-        for shape in self.shapes:
-            parts = shape.split("x")
-            if len(parts) != 2 or not all(p.isdigit() and int(p) > 0 for p in parts):
-                raise UserError(f"shapes: expected WINDOWSxTOKENS such as 8x2048, got {shape!r}")
-        for name in ("gpus", "windows", "updates", "limit_s", "vocab_size", "budget_s"):
-            if (getattr(self, name) or 1) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: expected at least 1")
+        expect_from(self, models=MODELS, impls=IMPLEMENTATIONS, modes=MODES)
+        pairs(self.shapes)
+        expect_positive(self, "gpus", "windows", "updates", "limit_s", "vocab_size", "budget_s")
         if self.warmup < STARTED:
             raise UserError(f"warmup={self.warmup}: expected at least {STARTED}, where the start-up time is taken")
-
-    def pairs(self) -> list[tuple[int, int]]:
-        """The shapes as (windows, tokens)."""
-        return [(int(b), int(t)) for b, t in (shape.split("x") for shape in self.shapes)]

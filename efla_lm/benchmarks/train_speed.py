@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from efla_data.writer import write_token_files
 
+from efla_lm.benchmarks.checks import pairs
 from efla_lm.benchmarks.train_settings import PEERS, ThroughputSettings
 
 Row = dict[str, Any]
@@ -65,7 +66,7 @@ def plans(settings: ThroughputSettings) -> list[Plan]:
         for impl in settings.impls
         for model in settings.models
         if impl == "efla_lm" or model in PEERS
-        for batch, tokens in settings.pairs()
+        for batch, tokens in pairs(settings.shapes)
         for mode in settings.modes
     ]
 

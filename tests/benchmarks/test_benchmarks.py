@@ -139,7 +139,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_own", lambda op, backend, x: own(op, "torch", x))
     monkeypatch.setattr(decoding, "make_step", lambda r, impl, x: step(r, "torch" if impl == "ours" else impl, x))
     figures = {"device_us": 2.0, "wall_us": 3.0, "peak_mib": 1.0}
-    monkeypatch.setattr(run, "_figures", lambda function, repeats: (function(), figures)[1])
+    monkeypatch.setattr(run, "figures", lambda function, repeats: (function(), figures)[1])
 
 
 @pytest.mark.usefixtures("on_cpu")

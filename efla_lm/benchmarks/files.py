@@ -1,0 +1,42 @@
+"""Result files of the benchmarks: where they lie, and how they are written and read."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from efla_lm.errors import UserError
+from efla_lm.settings import list_keys, to_dict
+
+
+def result_path(out: str | None, name: str) -> Path:
+    """`out`, or results/NAME-DATE-TIME.json. Raises UserError for a folder."""
+    path = Path(out or time.strftime(f"results/{name}-%Y%m%d-%H%M%S.json"))
+    if path.is_dir():
+        raise UserError(f"out={path} is a folder: name the file")
+    return path
+
+
+def recorded(settings: Any) -> dict[str, Any]:
+    """The settings as a result file keeps them: without places on this machine."""
+    keys = list_keys(type(settings))
+    return {name: value for name, value in to_dict(settings).items() if keys[name].path is None}
+
+
+def save(path: Path, result: dict[str, Any]) -> None:
+    """Replace the file by a whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A result file. Raises FileNotFoundError, which the commands report."""
+    if not path.is_file():
+        raise FileNotFoundError(2, "no such file", str(path))
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return result
