@@ -1,4 +1,6 @@
-"""The delta rule and state-space duality on Triton: the backend "triton".
+"""The delta rule and state-space duality on Triton, the backend "triton", and what stands around them in a model.
+
+The delta rule:
 
 gates.py            coefficients and their gradients, for tiles of registers
 tiles.py            where a program's chunk lies; loads and stores of tiles
@@ -10,9 +12,22 @@ gradient_k.py       kernel 5, chunks in parallel: dk and the gates' gradients
 split.py            cuts one long sequence into segments that run side by side
 choices.py          shapes and options of a problem, block shapes, the split
 launch.py           buffers, grids, passes over a split sequence
+ops.py              torch.library ops with fake tensors and autograd
+decode.py           one token of a whole mixer in one kernel
+last.py             the last token's read-out alone, forward and backward
+
+For all of them:
+
+arguments.py        rows, offsets of packed segments and tensor descriptors, as the kernels want them
 dispatch.py         launches without the binder of Triton
 eager.py            ops called past torch.library where nobody watches
-ops.py              torch.library ops with fake tensors and autograd
+interpreter.py      16-bit inputs in Triton's interpreter: computed in fp32
+
+Around the mixers, kernels, launches and ops:
+
+convolution.py          launches and ops of the short convolution with SiLU
+convolution_kernels.py  its kernels, for up to three outputs in one launch
+cross_entropy.py        linear layer and cross-entropy together, in blocks of rows
 
 State-space duality, of which ssd_choices.py, ssd_launch.py and ssd_ops.py are what their namesakes above are:
 

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from efla_kernels.triton.arguments import rows_in_place
 from efla_kernels.triton.convolution_kernels import convolution_gradient_kernel, convolution_kernel
 from efla_kernels.triton.eager import differentiable, traced
 
@@ -26,13 +27,6 @@ class Block(NamedTuple):
 
 FORWARD = Block(strip=64, rows=2, channels=128, warps=2)
 BACKWARD = Block(strip=64, rows=2, channels=128, warps=2)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x [B, T, D] with unit last stride and the rows of one batch right behind those of the one before."""
-    B, T, _ = x.shape
-    fine = x.stride(2) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
-    return x if fine else x.contiguous()
 
 
 def _flags(block: Block, B: int, T: int, widths: list[int], W: int) -> tuple[int, int, dict[str, Any]]:
@@ -61,7 +55,7 @@ def _forward(
     Arguments as `short_convolution` checked them; starts: int32 [T], the first token of each token's document, for
     packed rows.
     """
-    x, weight = _rows(x), weight.contiguous()
+    x, weight = rows_in_place(x), weight.contiguous()
     B, T, _ = x.shape
     parts = [x.new_empty(B, T, width) for width in widths]
     strips, programs, flags = _flags(FORWARD, B, T, widths, weight.shape[1])
@@ -93,7 +87,7 @@ def _backward(
     widths: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, dweight fp32 [D, W], dbias fp32 [D], dstate; the last two empty where there is none)."""
-    x, weight = _rows(x), weight.contiguous()
+    x, weight = rows_in_place(x), weight.contiguous()
     (B, T, D), W = x.shape, weight.shape[1]
     dx = x.new_empty(B, T, D)
     d_state = x.new_empty(0) if state is None else torch.zeros_like(state, memory_format=torch.contiguous_format)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from efla_kernels.triton.arguments import Packing, pack, rows_in_place, use_descriptors
 from efla_kernels.triton.choices import CHUNK, RAW, Choice, Problem, choose
 from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.gradient_k import gradient_k_kernel
@@ -33,48 +33,11 @@ class Saved(NamedTuple):
     first_states: Tensor  # the segments' first states [N, segments, H, K, V] fp32 where sequences were split
 
 
-class Packing(NamedTuple):
-    """Offsets of packed segments for the kernels; the inputs stand in where rows are equal (never read)."""
-
-    cu_seqlens: Tensor
-    first_chunk: Tensor
-    chunk_sequence: Tensor
-
-
-def pack(problem: Problem, cu_seqlens: Tensor | None, stand_in: Tensor) -> Packing:
-    """Chunk numbers of packed segments, computed on the device so that the host never waits."""
-    if cu_seqlens is None:
-        return Packing(stand_in, stand_in, stand_in)
-    counts = (cu_seqlens.diff() + CHUNK - 1) // CHUNK
-    ends = counts.cumsum(0)
-    slots = torch.arange(problem.chunks, device=cu_seqlens.device)
-    owner = torch.searchsorted(ends, slots, right=True)
-    owner = torch.where(owner < problem.sequences, owner, -1)
-    return Packing(cu_seqlens.to(torch.int32), (ends - counts).to(torch.int32), owner.to(torch.int32))
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x [B, T, H, D] with unit last stride and rows of one batch right behind those of the one before."""
-    B, T = x.shape[:2]
-    fine = x.stride(3) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
-    return x if fine else x.contiguous()
-
-
 def _tma(p: Problem, *tensors: Tensor) -> bool:
-    """Whether tensor descriptors can serve: 16-bit rows of 16-byte multiples, K a power of two that fills its blocks
-    (states in whole tiles).
-
-    Descriptors are made in the kernels, from memory that Triton asks for here; its allocator belongs to a thread, and
-    autograd's backward has one of its own.
+    """Whether tensor descriptors can serve: 16-bit types, and K a power of two that fills its blocks (states in whole
+    tiles).
     """
-    if p.dtype == torch.float32 or p.flags()["BK"] != p.key_width or not tensors[0].is_cuda:
-        return False
-    for x in tensors:
-        if x.data_ptr() % 16 or x.shape[3] % 8 or x.stride(1) % 8 or x.stride(2) % 8:
-            return False
-    device = tensors[0].device
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device=device, dtype=torch.int8))
-    return True
+    return p.dtype != torch.float32 and p.flags()["BK"] == p.key_width and use_descriptors(*tensors)
 
 
 def forward(
@@ -92,9 +55,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, Saved]:
     """Outputs, final states (empty without `output_final`) and what the backward pass needs."""
     p, choice = problem, choose(problem.key_width, problem.value_width, problem.dtype, problem.decays)
-    q, k, v, gate = _rows(q), _rows(k), _rows(v), gate.contiguous()
+    q, k, v, gate = rows_in_place(q), rows_in_place(k), rows_in_place(v), gate.contiguous()
     unused = gate
-    packing = pack(p, cu_seqlens, unused)
+    packing = pack(cu_seqlens, CHUNK, p.chunks, unused)
     fp32: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
     inverse = torch.empty(p.chunks, p.heads, CHUNK, CHUNK, device=q.device, dtype=p.operand)
     scores = torch.empty_like(inverse)
@@ -231,9 +194,9 @@ def backward(
 ) -> Gradients:
     """Gradients of all inputs from do [B, T, H, V] and the final states' gradient."""
     p, choice = problem, choose(problem.key_width, problem.value_width, problem.dtype, problem.decays)
-    q, k, v, gate, do = _rows(q), _rows(k), _rows(v), gate.contiguous(), do.contiguous()
+    q, k, v, gate, do = rows_in_place(q), rows_in_place(k), rows_in_place(v), gate.contiguous(), do.contiguous()
     unused = gate
-    packing = pack(p, cu_seqlens, unused)
+    packing = pack(cu_seqlens, CHUNK, p.chunks, unused)
     if not saved.states.numel():
         saved = saved._replace(**dict(zip(("states", "solved"), _states(p, True, q.device), strict=True)))
         first = saved.first_states if p.segments > 1 else initial

@@ -26,7 +26,8 @@ def interpreted() -> bool:
 
 
 @functools.cache
-def _processors(device: int) -> int:
+def processors(device: int) -> int:
+    """Multiprocessors of the GPU with this number."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -187,9 +188,9 @@ def _run(
         segment_offsets(cu_seqlens, T)  # on a GPU this check would make the host wait
     segments = 1
     if cu_seqlens is None:
-        processors = _processors(q.get_device()) if q.is_cuda else 132
+        available = processors(q.get_device()) if q.is_cuda else 132
         columns = choose(K, V, q.dtype, decay is not None).scan.columns
-        segments = split_segments(B, T, H, K, V, columns, processors)
+        segments = split_segments(B, T, H, K, V, columns, available)
     inputs = (q, k, v, gate, write, decay, initial_state)
     keep_states = torch.is_grad_enabled() and not recompute and any(x is not None and x.requires_grad for x in inputs)
     initial = None if initial_state is None else initial_state.float().contiguous()

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from efla_kernels.triton.arguments import Packing, pack, rows_in_place, use_descriptors
 from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.ssd_choices import Problem
 from efla_kernels.triton.ssd_gates import ssd_gate_gradient_kernel, ssd_table_kernel
@@ -29,47 +30,10 @@ class Steps(NamedTuple):
     dt_mask: Tensor | None
 
 
-class Packing(NamedTuple):
-    """Offsets of packed segments for the kernels; the inputs stand in where rows are equal (never read)."""
-
-    cu_seqlens: Tensor
-    first_chunk: Tensor
-    chunk_sequence: Tensor
-
-
-def pack(p: Problem, cu_seqlens: Tensor | None, stand_in: Tensor) -> Packing:
-    """Chunk numbers of packed segments, computed on the device so that the host never waits."""
-    if cu_seqlens is None:
-        return Packing(stand_in, stand_in, stand_in)
-    counts = (cu_seqlens.diff() + p.choice.chunk - 1) // p.choice.chunk
-    ends = counts.cumsum(0)
-    owner = torch.searchsorted(ends, torch.arange(p.chunks, device=cu_seqlens.device), right=True)
-    owner = torch.where(owner < p.sequences, owner, -1)
-    return Packing(cu_seqlens.to(torch.int32), (ends - counts).to(torch.int32), owner.to(torch.int32))
-
-
-def rows(x: Tensor) -> Tensor:
-    """x [B, T, H, D] with unit last stride and rows of one batch right behind those of the one before."""
-    B, T = x.shape[:2]
-    return x if x.stride(3) == 1 and (B == 1 or x.stride(0) == T * x.stride(1)) else x.contiguous()
-
-
-def _tma(p: Problem, x: Tensor, keys: Tensor | None = None) -> bool:
-    """Whether tensor descriptors can serve: bf16 rows of 16-byte multiples, heads side by side, N and P powers of two.
-
-    Descriptors are made in the kernel, from memory that Triton asks for here; its allocator belongs to a thread, and
-    autograd's backward has one of its own.
-    """
-    if p.dtype != torch.bfloat16 or not x.is_cuda:
-        return False
-    if any(size < 16 or size & (size - 1) for size in (p.state_width, p.width)) or x.stride(2) != p.width:
-        return False
-    for t in (x,) if keys is None else (x, keys):
-        if t.data_ptr() % 16 or t.stride(1) % 8 or t.stride(2) % 8:
-            return False
-    device = x.device
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device=device, dtype=torch.int8))
-    return True
+def _tma(p: Problem, x: Tensor, *keys: Tensor) -> bool:
+    """Whether tensor descriptors can serve: bf16, heads of x side by side, N and P powers of two from 16 on."""
+    whole = all(size >= 16 and not size & (size - 1) for size in (p.state_width, p.width))
+    return p.dtype == torch.bfloat16 and whole and x.stride(2) == p.width and use_descriptors(x, *keys)
 
 
 def _scan(
@@ -130,9 +94,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, final states or empty, table, states before each chunk); the last two serve the backward pass."""
     choice = p.choice
-    x, dt, B, C = rows(x), rows(dt.unsqueeze(-1)), rows(B), rows(C)
+    x, dt, B, C = rows_in_place(x), rows_in_place(dt.unsqueeze(-1)), rows_in_place(B), rows_in_place(C)
     unused = dt
-    packing = pack(p, cu_seqlens, unused)
+    packing = pack(cu_seqlens, choice.chunk, p.chunks, unused)
     fp32: dict[str, Any] = {"device": x.device, "dtype": torch.float32}
     table = torch.empty(p.chunks, p.heads, 2, choice.chunk, **fp32)
     launch(
@@ -204,9 +168,10 @@ def backward(
     """Gradients of all inputs from dy [B, T, H, P] and the final states' gradient; empty `states` are scanned again."""
     d_final = None if d_final is None else d_final.contiguous()
     choice, L = p.choice, p.choice.chunk
-    x, dt, B, C, dy = rows(x), rows(dt.unsqueeze(-1)), rows(B), rows(C), dy.contiguous()
+    x, dt, B, C = rows_in_place(x), rows_in_place(dt.unsqueeze(-1)), rows_in_place(B), rows_in_place(C)
+    dy = dy.contiguous()
     unused = dt
-    packing = pack(p, cu_seqlens, unused)
+    packing = pack(cu_seqlens, choice.chunk, p.chunks, unused)
     fp32: dict[str, Any] = {"device": x.device, "dtype": torch.float32}
     make = torch.zeros if p.packed else torch.empty
     if not states.numel():

@@ -12,7 +12,7 @@ from triton import next_power_of_2
 from efla_kernels.checks import segment_offsets
 from efla_kernels.triton import ssd_launch
 from efla_kernels.triton.eager import differentiable, traced
-from efla_kernels.triton.ops import DTYPES, _processors, interpreted
+from efla_kernels.triton.ops import DTYPES, interpreted, processors
 from efla_kernels.triton.ssd_choices import Problem
 from efla_kernels.triton.ssd_launch import Steps
 from efla_kernels.triton.ssd_step import ssd_step, step
@@ -26,7 +26,7 @@ def _problem(x: Tensor, B: Tensor, cu_seqlens: Tensor | None) -> Problem:
         batch=batch, tokens=T, heads=H, groups=B.shape[2], state_width=B.shape[3], width=P,
         sequences=batch if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         dtype=x.dtype, packed=cu_seqlens is not None,
-        processors=_processors(x.get_device()) if x.device.type == "cuda" else 132,
+        processors=processors(x.get_device()) if x.device.type == "cuda" else 132,
     )  # fmt: skip
 
 
