@@ -63,6 +63,7 @@ class Case:
 
     @property
     def sequences(self) -> int:
+        """Rows of the states."""
         return self.batch if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     def inputs(self, seed: int, device: torch.device | str, drawn_on: str = "cpu") -> dict[str, Tensor]:
@@ -114,21 +115,26 @@ class Case:
         if self.cu_seqlens is not None:
             cu_seqlens = torch.tensor(self.cu_seqlens, device=tensors["q"].device)
         options: dict[str, Any] = {"output_final_state": self.final, "cu_seqlens": cu_seqlens, "backend": backend}
-        o, final = getattr(efla_kernels, self.op)(**leaves, **options)
-        found = {"o": o.detach()}
-        outputs, grads = [o], [tensors["do"].to(o.dtype)]
-        if final is not None:
-            found["state"] = final.detach()
-            outputs, grads = [*outputs, final], [*grads, tensors["d_final"].to(final.dtype)]
-        if self.gradients:
-            taken = torch.autograd.grad(outputs, list(leaves.values()), grads)
-            found |= {"d" + name: grad for name, grad in zip(leaves, taken, strict=True)}
-        return found
+        return run_op(self.op, leaves, options, (tensors["do"], tensors["d_final"]) if self.gradients else None)
 
     def truth(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The same in float64 from the rounded inputs."""
         backend = "reference" if self.tokens <= LONGEST_RECURRENCE else "torch"
         return self.run(tensors, backend, torch.float64)
+
+
+def run_op(
+    op: str, leaves: dict[str, Tensor], options: dict[str, Any], incoming: tuple[Tensor, Tensor] | None
+) -> dict[str, Tensor]:
+    """The op's output "o", its "state" where it has one, and with `incoming` (do, d_final) the leaves' gradients."""
+    o, final = getattr(efla_kernels, op)(**leaves, **options)
+    outputs = {"o": o} if final is None else {"o": o, "state": final}
+    found = {name: x.detach() for name, x in outputs.items()}
+    if incoming is not None:
+        upstream = [given.to(x.dtype) for x, given in zip(outputs.values(), incoming)]
+        taken = torch.autograd.grad(list(outputs.values()), list(leaves.values()), upstream)
+        found |= {"d" + name: grad for name, grad in zip(leaves, taken, strict=True)}
+    return found
 
 
 def relative_errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:

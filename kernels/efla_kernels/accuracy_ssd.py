@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import efla_kernels
-from efla_kernels.accuracy import LONGEST_RECURRENCE
+from efla_kernels.accuracy import LONGEST_RECURRENCE, run_op
 from efla_kernels.mamba import mamba2_step
 
 # raw steps (before softplus) of a standard normal n: dt from 1e-3 to 0.1 as trained models start, and the ends
@@ -49,6 +48,7 @@ class SsdCase:
 
     @property
     def sequences(self) -> int:
+        """Rows of the states."""
         return self.batch if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     def inputs(self, seed: int, device: torch.device | str, drawn_on: str = "cpu") -> dict[str, Tensor]:
@@ -97,16 +97,7 @@ class SsdCase:
             options["dt_mask"] = tensors["dt_mask"]
         if self.cu_seqlens is not None:
             options["cu_seqlens"] = torch.tensor(self.cu_seqlens, device=tensors["x"].device)
-        o, final = getattr(efla_kernels, self.op)(**leaves, **options)
-        found = {"o": o.detach()}
-        outputs, grads = [o], [tensors["do"].to(o.dtype)]
-        if final is not None:
-            found["state"] = final.detach()
-            outputs, grads = [*outputs, final], [*grads, tensors["d_final"].to(final.dtype)]
-        if self.gradients:
-            taken = torch.autograd.grad(outputs, list(leaves.values()), grads)
-            found |= {"d" + name: grad for name, grad in zip(leaves, taken, strict=True)}
-        return found
+        return run_op(self.op, leaves, options, (tensors["do"], tensors["d_final"]) if self.gradients else None)
 
     def truth(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The same in float64 from the rounded inputs."""

@@ -30,6 +30,7 @@ def test_kernels_in_the_interpreter() -> None:
         str(HERE / "interpreted.py"),
         str(HERE / "interpreted_decode.py"),
         str(HERE / "interpreted_ssd.py"),
+        str(HERE / "interpreted_ssd_model.py"),
         "-q",
         "-p",
         "no:cacheprovider",
