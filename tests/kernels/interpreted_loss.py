@@ -75,3 +75,12 @@ def test_a_16_bit_gradient_takes_the_place_of_the_logits(vocabulary: int) -> Non
     by_hand = -log_p[torch.arange(5), targets.clamp(min=0)]
     torch.testing.assert_close(losses.double()[counted], by_hand[counted], rtol=1e-5, atol=1e-5)
     assert losses[2] == 0
+
+
+def test_the_incoming_gradient_is_not_rounded() -> None:
+    """1 / 1000 lies 0.1 % off the nearest bf16 number and would scale the whole gradient by that."""
+    x = torch.randn(3, 1000, generator=torch.Generator().manual_seed(4)).to(torch.float16)
+    factor = torch.tensor(1e-3)
+    got = cross_entropy._scaled(x, factor)
+    assert got.dtype == torch.float16
+    torch.testing.assert_close(got, (x.float() * factor).half())

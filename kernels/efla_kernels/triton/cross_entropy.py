@@ -18,7 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from efla_kernels.triton.dispatch import launch
+
 ROWS = 2048  # tokens at a time: 0.25 GiB of logits at a vocabulary of 32000
+SCALED = 2048  # elements per program of `scale_kernel`
 BLOCK = 8192  # columns at a time, 16 warps: two rows per multiprocessor, whose second pass finds them in the L2 cache
 
 
@@ -61,6 +64,22 @@ def cross_entropy_kernel(
             p = tl.exp(x - log_total) - tl.where(start + columns == target, 1.0, 0.0)
             p = tl.where(counted, p, 0.0)
             tl.store(gradient + start + columns, p.to(gradient.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scale_kernel(x, factor, y, N, BLOCK: tl.constexpr):
+    """y = factor x in fp32, for contiguous x of N elements; factor is a number in fp32 on the device."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < N
+    scaled = tl.load(x + at, mask=inside).to(tl.float32) * tl.load(factor)
+    tl.store(y + at, scaled.to(y.dtype.element_ty), mask=inside)
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """factor x; torch would round the factor (1 / tokens, often) to x's 16-bit type first, off by up to 0.4 %."""
+    y = torch.empty_like(x)
+    launch(scale_kernel, triton.cdiv(x.numel(), SCALED), x, factor.float(), y, x.numel(), BLOCK=SCALED, num_warps=4)
+    return y
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -122,7 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * gradient.to(d_hidden.dtype), d_weight * gradient.to(d_weight.dtype), None
+        return _scaled(d_hidden, gradient), _scaled(d_weight, gradient), None
 
 
 def fused_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
