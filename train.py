@@ -60,11 +60,13 @@ class Run:
     evaluation: LiveEvaluation | None  # eval.every
 
     def save(self, step: int, skipped: int) -> Path:
+        """Write the checkpoint of `step`; all ranks call it."""
         meta = CheckpointMeta(step, step * self.budget.batch_tokens, self.identity, skipped)
         keep, write_config = self.settings.train.keep_checkpoints or 0, self.config.save_pretrained
         return save_checkpoint(self.directory.path, self.model, self.optimizer, meta, self.world, write_config, keep)
 
     def validate(self) -> float | None:
+        """Mean loss of the held-out text; None where none is held out."""
         if self.heldout_data is None:
             return None
         batches = self.settings.train.validate_batches
@@ -173,6 +175,7 @@ def fit(run: Run, interruption: Interruption) -> tuple[int, Path | None]:
 
 
 def is_due(done: int, every: int | None) -> bool:
+    """Whether something is done after this update; null: never."""
     return every is not None and done % every == 0
 
 

@@ -128,6 +128,7 @@ def compare(
 
 
 def device_name(device: Any) -> str:
+    """The GPU by name, or `CPU`."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

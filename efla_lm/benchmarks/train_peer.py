@@ -89,6 +89,7 @@ class Peer:
         self.loss = torch.zeros((), device=world.device)
 
     def step(self, number: int) -> None:
+        """See `train_point.Subject`."""
         budget = self.budget
         lr = schedule.learning_rate(
             self.settings.schedule, number * budget.batch_tokens, budget.total_tokens, budget.batch_tokens
@@ -105,4 +106,5 @@ class Peer:
         self.loss = loss.detach() * budget.micro_steps
 
     def settle(self) -> float:
+        """See `train_point.Subject`."""
         return float(self.loss)

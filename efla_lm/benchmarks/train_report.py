@@ -57,6 +57,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def cell(row: Row) -> str:
+    """Thousands of tokens per second, MFU, peak memory and start-up of a point."""
     mfu = "" if row["mfu"] is None else f", {row['mfu']:.2f}"
     warm = "" if row["caches"] == "empty" else " warm"
     return f"{row['tokens_per_second'] / 1e3:.1f}{mfu}, {row['peak_gib']:.1f} GiB, {row['startup_s']:.0f} s{warm}"

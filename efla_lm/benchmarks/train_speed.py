@@ -45,6 +45,7 @@ class Plan:
     options: tuple[str, ...]
 
     def row(self) -> Row:
+        """The columns that say which point it is."""
         return asdict(self) | {"options": list(self.options)}
 
     def overrides(self, data_dir: Path, settings: ThroughputSettings) -> list[str]:

@@ -128,6 +128,7 @@ class Memory:
 
     @property
     def peak_gib(self) -> float:
+        """`peak` in GiB."""
         return self.peak / GIB
 
     def parts_gib(self) -> dict[str, float]:
@@ -204,6 +205,7 @@ def largest_micro_batch(
 
 
 def fits(need: Memory, gpu: Gpu, margin: float) -> bool:
+    """Whether the device has that much and `margin` (a fraction of it) to spare."""
     return need.peak_gib <= (1 - margin) * gpu.memory_gib
 
 
@@ -217,10 +219,12 @@ class Duration:
 
     @property
     def days(self) -> float:
+        """Of the clock."""
         return self.seconds / 86400
 
     @property
     def gpu_hours(self) -> float:
+        """Of all devices together."""
         return self.seconds / 3600 * self.gpus
 
 

@@ -49,6 +49,7 @@ class Meter:
         self._mark, self._tokens = self._begin, 0
 
     def count(self, tokens: int) -> None:
+        """Add the tokens of an update."""
         self._tokens += tokens
 
     @contextlib.contextmanager

@@ -194,6 +194,7 @@ def report(rows: list[Row], results: dict[int, dict[str, Any]]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the chosen rows and print their table; 1 where one fails."""
     parser = argparse.ArgumentParser(prog="python -m efla_kernels.selftest", description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="write the results and what they ran on to this file")
     parser.add_argument("--only", default="", help="rows whose name holds this text")

@@ -38,6 +38,7 @@ class LayerRow(Row):
     """A row with these layers' own bounds."""
 
     def bound(self, output: str) -> float:
+        """The largest relative error that passes."""
         return LOSS_BOUND if output == "loss" else BOUNDS[self.case.dtype]
 
 

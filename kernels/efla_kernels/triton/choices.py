@@ -104,6 +104,7 @@ class Problem:
 
     @property
     def chunks_per_segment(self) -> int:
+        """Of a sequence that is cut into segments; the last segment may have fewer."""
         return -(-self.chunks // (self.batch * self.segments))
 
     @property
@@ -113,6 +114,7 @@ class Problem:
 
     @property
     def columns(self) -> int:
+        """Of the gates' table: e, w, r, and b where there is a decay."""
         return 4 if self.decays else 3
 
     @property
@@ -121,6 +123,7 @@ class Problem:
         return 16 if self.operand == torch.float32 else 64
 
     def state_shape(self, *leading: int) -> tuple[int, ...]:
+        """[*leading, H, K, V]."""
         return (*leading, self.heads, self.key_width, self.value_width)
 
     def flags(self) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class Problem:
 
     @property
     def choice(self) -> Choice:
+        """The block shapes of this problem."""
         return choose(self.state_width, self.width, self.dtype)
 
     @property
@@ -75,6 +76,7 @@ class Problem:
         return torch.float32 if self.dtype == torch.float32 else torch.bfloat16
 
     def state_shape(self, *leading: int) -> tuple[int, ...]:
+        """[*leading, H, N, P]."""
         return (*leading, self.heads, self.state_width, self.width)
 
     def heads_each(self, places: int, least: int = 4) -> int:
