@@ -220,18 +220,25 @@ def _gated_norm(rows: int, hidden: int) -> Layer:
 
 
 def _swiglu(rows: int, width: int) -> Layer:
+    """Gate and up as the model has them: the halves of one product."""
+
     def draw(normal: Callable[..., Tensor]) -> Tensors:
-        return {"gate": normal(rows, width), "up": normal(rows, width)}
+        return {"gate_up": normal(rows, 2 * width)}
 
     def plain(x: Tensors) -> tuple[Tensor, ...]:
-        return (F.silu(x["gate"]) * x["up"],)
+        gate, up = x["gate_up"].chunk(2, -1)
+        return (F.silu(gate) * up,)
 
     def fla() -> Form:
         function = _find("fla.modules.activations", "swiglu")
-        return lambda x: (function(x["gate"], x["up"]),)
+        return lambda x: (function(*x["gate_up"].chunk(2, -1)),)
 
     def liger() -> Form:
         function = _find("liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
-        return lambda x: (function.apply(x["gate"], x["up"]),)
+        return lambda x: (function.apply(*x["gate_up"].chunk(2, -1)),)
 
-    return Layer(("y",), draw, {"torch": lambda: plain, "compile": _compiled(plain), "fla": fla, "liger": liger})
+    def ours() -> Form:
+        return lambda x: (efla_kernels.swiglu(x["gate_up"]),)
+
+    forms = {"torch": lambda: plain, "compile": _compiled(plain), "fla": fla, "liger": liger, "ours": ours}
+    return Layer(("y",), draw, forms)

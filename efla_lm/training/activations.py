@@ -32,6 +32,8 @@ PRODUCTS = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 
+CHEAP = ("convolution", "swiglu")  # ops of efla_kernels beside the mixers'
+
 
 def kind_of_checkpointing(setting: str, compiled: bool) -> str:
     """What `train.activation_checkpointing` means. `auto` is selective where blocks are compiled: there it costs little
@@ -45,7 +47,7 @@ def _save(wanted: bool) -> CheckpointPolicy:
 
 def selective_policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
     """Save products and the mixers' ops, compute the rest again."""
-    is_mixer = getattr(op, "namespace", "") == "efla_kernels" and "convolution" not in op.__name__
+    is_mixer = getattr(op, "namespace", "") == "efla_kernels" and not op.__name__.startswith(CHEAP)
     return _save(op in PRODUCTS or is_mixer)
 
 

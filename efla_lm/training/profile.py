@@ -34,7 +34,7 @@ KINDS = {
     "norms and other reductions": r"triton_red|triton_per|norm|reduce_kernel|::sum",
     "copies": r"memcpy|memset|copy_|::to$|_to_copy|::clone",
     "embedding": r"embedding|index_select|indexing",
-    "pointwise": r"triton_poi|elementwise|triton_|aten::",
+    "pointwise": r"swiglu|triton_poi|elementwise|triton_|aten::",
 }
 
 
@@ -50,6 +50,7 @@ class Breakdown:
 
     @property
     def idle(self) -> float:
+        """When nothing runs."""
         return max(self.span - self.busy, 0.0)
 
     def row(self) -> dict[str, float]:
@@ -57,6 +58,7 @@ class Breakdown:
         return {"span": self.span, "busy": self.busy, "idle": self.idle, "kernels": self.kernels} | self.kinds
 
     def text(self) -> str:
+        """For people: kinds by cost, then the costliest kernels."""
         lines = [
             f"{self.span:.2f} ms per update, {self.busy:.2f} busy, {self.idle:.2f} idle, {self.kernels:.0f} kernels"
         ]
@@ -89,6 +91,7 @@ class Tracer:
         self._profile = profile(activities=[ProfilerActivity.CPU, *on_device], acc_events=True)
 
     def start(self) -> None:
+        """Begin, once the device has done what it was given."""
         self._wait()
         self._profile.start()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from efla_kernels import linear_cross_entropy, short_convolution
+from efla_kernels import linear_cross_entropy, short_convolution, swiglu
 from efla_kernels.accuracy_layers import ConvolutionCase, LossCase
 from efla_kernels.selftest import run_row
 from efla_kernels.selftest_layers import WIDE, layer_rows
@@ -87,3 +87,24 @@ def test_loss_holds_one_block_of_logits() -> None:
     workspace = 2**25  # of cuBLASLt on Hopper, taken from the allocator by every product
     expected = 4 * cross_entropy.ROWS * 32000 + 4 * 32000 * 512 + 2 * 8192 * 512 + workspace
     assert torch.cuda.max_memory_allocated() - before <= 1.02 * expected
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [2816, 1000, 3])
+def test_swiglu_against_float64(width: int, dtype: torch.dtype) -> None:
+    """Plain and compiled; in 16 bits rounded once."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    gate_up = torch.randn(3, 70, 2 * width, generator=generator, device="cuda").to(dtype)
+    dy = torch.randn(3, 70, width, generator=generator, device="cuda").to(dtype)
+    leaf = gate_up.double().requires_grad_()
+    gate, up = leaf.chunk(2, -1)
+    truth = torch.nn.functional.silu(gate) * up
+    expected = (truth, *torch.autograd.grad(truth, leaf, dy.double()))
+    for form in (swiglu, torch.compile(swiglu, fullgraph=True)):
+        leaf = gate_up.clone().requires_grad_()
+        y = form(leaf)
+        for got, x in zip((y, *torch.autograd.grad(y, leaf, dy)), expected, strict=True):
+            assert (
+                got.dtype == dtype
+                and (got.double() - x).norm() <= (1e-6 if dtype == torch.float32 else 3e-3) * x.norm()
+            )
