@@ -90,7 +90,7 @@ def test_the_course_of_a_run(name: str) -> None:
     timed = [r for r in rows if "device_us" in r]
     assert {r["direction"] for r in timed} == ({"fwd_bwd"} if name == "loss" else {"fwd", "fwd_bwd"})
     assert all(r["right"] for r in timed) and {r["impl"] for r in timed} >= {"torch"}
-    assert ("ours" in {r["impl"] for r in timed}) == (name in ("loss", "convolution", "convolution_mamba2"))
+    assert ("ours" in {r["impl"] for r in timed}) == (name in ("loss", "convolution", "convolution_mamba2", "swiglu"))
 
 
 @pytest.mark.usefixtures("on_cpu")
