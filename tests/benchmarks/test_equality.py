@@ -27,14 +27,14 @@ def run(corpus: Path, out: Path, *overrides: str) -> int:
 @pytest.mark.timeout(200)
 def test_variants_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus, out = write_corpus(tmp_path / "tokens"), tmp_path / "equality.json"
-    variants = "variants=['2 processes, fsdp',triton]"
+    variants = "variants=[half micro-batches,triton]"
     assert run(corpus, out, "precision=fp32", variants) == 1  # triton needs a GPU
     result = json.loads(out.read_text())
-    assert set(result["losses"]) == {"reference", "2 processes, fsdp"}
+    assert set(result["losses"]) == {"reference", "half micro-batches"}
     assert "triton" in result["failed"]["triton"]
     assert all(len(curve) == 6 and curve[-1] < curve[0] for curve in result["losses"].values())
     assert result["differences"]["reference"] == {"largest": 0.0, "last": 0.0}
-    assert result["differences"]["2 processes, fsdp"]["largest"] < 1e-5
+    assert result["differences"]["half micro-batches"]["largest"] < 1e-5
     assert out.with_suffix(".png").stat().st_size > 0
     assert "differs by" in capsys.readouterr().out
 

@@ -44,18 +44,22 @@ def test_points_in_processes_of_their_own(tmp_path: Path, capsys: pytest.Capture
     assert one["tokens_per_second"] > 0 and one["mfu"] is None and one["peak_gib"] > 0
     assert one["startup_s"] > one["first_update_s"] > 0
     assert one["loss"] < 4.15 and one["loss_after"] == 6  # log 64 = 4.16 at the start
-    assert run(f"out={out}", "gpus=2", "modes=[fsdp]", "models=[deltanet]", "impls=[fla,efla_lm]") == 0
-    first, *more = rows(out)
+    assert run(f"out={out}", "gpus=2", "modes=[fsdp]") == 0
+    assert run(f"out={out}", "models=[deltanet]", "impls=[fla]") == 1  # nothing measured
+    first, two, peer = rows(out)
     assert first == one
-    by_name = {(row["model"], row["impl"], row["gpus"]): row for row in more}
-    assert set(by_name) == {("deltanet", "efla_lm", 2), ("deltanet", "fla", 2)}
-    assert by_name["deltanet", "efla_lm", 2]["loss"] < 4.15
-    assert "needs a CUDA device" in by_name["deltanet", "fla", 2]["skipped"]
+    assert (two["gpus"], two["parallel"]) == (2, "fsdp") and two["loss"] < 4.15
+    assert (peer["model"], peer["impl"]) == ("deltanet", "fla") and "needs a CUDA device" in peer["skipped"]
     capsys.readouterr()
     assert run(f"out={out}", "redo=false") == 0  # nothing left to do
     assert rows(out)[0] == one
     printed = capsys.readouterr().out
     assert "**tiny**" in printed and out.with_suffix(".png").stat().st_size > 0
+
+
+def test_a_size_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("sizes=[340]") == 1
+    assert "sizes=['340']: expected a list from 1b3, 340m, tiny" in capsys.readouterr().err
 
 
 def test_a_point_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
