@@ -83,7 +83,7 @@ def main(settings: TrainSettings) -> int:
         data = corpus.open_corpus(settings.data, world)
         tokens = data.first
         config = build.build_config(settings, tokens)
-        backend = build.backend_in_use(config, world.device)
+        backend, passes = build.backend_in_use(config, world.device), build.build_passes(settings, world)
         train_data, heldout_data = corpus.build_loaders(settings, budget, data, world)
         identity = build.identity(settings, config, train_data.windows)
         resume = world.on_main(lambda: build.find_resume(settings, identity))
@@ -93,7 +93,7 @@ def main(settings: TrainSettings) -> int:
             model = build.build_model(settings, config, world, mesh)
             optimizer = build_optimizer(model, **asdict(settings.optim))
             begin = load_checkpoint(resume, model, optimizer, world) if resume else CheckpointMeta(0, 0, identity)
-            replicas, passes = mesh["replicate"].size(), build.build_passes(settings, world)
+            replicas = mesh["replicate"].size()
             run = Run(
                 settings, world, budget, directory, config, model, optimizer, replicas, passes, train_data,
                 heldout_data, data, identity, resume, begin, evaluation,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from efla_data.token_file import TokenFile
 from rich.console import Console
 from rich.table import Table
 
@@ -77,6 +78,8 @@ def main(settings: ReproduceSettings) -> int:
     """Train and evaluate all models of the paper's Table 1 at one size; restartable; prints the cost first."""
     jobs = list(plan_jobs(settings))
     print_cost(settings, jobs)
+    if not settings.dry_run and not all(job.is_trained for job in jobs):
+        check_tokens(jobs[0])
     failed: list[str] = []
     for job in jobs:
         for what, done, command in commands(settings, job):
@@ -146,6 +149,13 @@ def job_forecast(settings: ReproduceSettings, train: list[str], done_tokens: int
         efficiency=settings.efficiency,
         done_tokens=done_tokens,
     )
+
+
+def check_tokens(job: Job) -> None:
+    """Raise DataError where the token files of all runs are missing: one line instead of one failure per model."""
+    data = compose("train", job.train, TrainSettings).data
+    for folder in data.mixture or [data.dir]:
+        TokenFile.open(folder, "train")
 
 
 def print_cost(settings: ReproduceSettings, jobs: list[Job]) -> None:

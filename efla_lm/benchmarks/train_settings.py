@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from efla_lm.benchmarks.checks import expect_from, expect_positive, pairs
 from efla_lm.errors import UserError
+from efla_lm.settings.compose import CONFIG_DIR
 from efla_lm.settings.fields import PATH, key
 
 MODELS = ("efla", "gated_efla", "deltanet", "gated_deltanet", "mamba2", "transformer")
 IMPLEMENTATIONS = ("efla_lm", "fla")
 PEERS = ("deltanet", "gated_deltanet", "mamba2", "transformer")  # what fla has of them
 STARTED = 4  # the update whose end is the end of starting up
+SIZES = sorted(path.stem for path in (CONFIG_DIR / "size").glob("*.yaml"))
 MODES = ("auto", "single", "ddp", "fsdp", "hsdp")
 
 
@@ -49,7 +51,7 @@ class ThroughputSettings:
 
     def validate(self) -> None:
         """Raise UserError for values that nothing can be measured with."""
-        expect_from(self, models=MODELS, impls=IMPLEMENTATIONS, modes=MODES)
+        expect_from(self, models=MODELS, sizes=SIZES, impls=IMPLEMENTATIONS, modes=MODES)
         pairs(self.shapes)
         expect_positive(self, "gpus", "windows", "updates", "limit_s", "vocab_size", "budget_s")
         if self.warmup < STARTED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +29,7 @@ from efla_lm.training.step import Passes
 if TYPE_CHECKING:
     from efla_lm.evaluation.live import LiveEvaluation
 
+GPU_BACKENDS = ("triton", "triton_recompute", "fla")
 # Fields of the config that may differ between launches of one run: how it is computed, not what.
 FREE_FIELDS = {"backend", "initializer_range", "max_position_embeddings"}
 
@@ -49,11 +51,14 @@ def build_config(settings: TrainSettings, data: TokenFile) -> EflaConfig:
 
 
 def backend_in_use(config: EflaConfig, device: torch.device) -> str:
-    """The implementation that `model.backend` means on this device. Raises UserError if it does not serve the mixer."""
+    """The implementation that `model.backend` means on this device. Raises UserError if it does not serve the mixer, or
+    not there."""
     if config.mixer == "attention":
         if config.backend not in ("auto", "torch"):
             raise UserError(f"model.backend={config.backend}: attention has torch's SDPA only; set auto or torch")
         return "torch SDPA"
+    if device.type == "cpu" and config.backend in GPU_BACKENDS and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError(f"model.backend={config.backend} needs a GPU, the device is {device}: set auto or torch")
     try:
         op = getattr(MIXER_CLASSES[config.mixer], "op", config.mixer)  # a mixer may share another one's op
         return resolve_backend(config.backend, device, op)

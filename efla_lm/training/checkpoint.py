@@ -123,7 +123,7 @@ def read_meta(step_dir: Path) -> CheckpointMeta:
 
 def check_identity(step_dir: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Raise UserError naming the first key in which this run differs from the saved one."""
-    for key in sorted({*saved, *ours}):
+    for key in dict.fromkeys([*saved, *ours]):  # data.packing before what belongs to it
         if saved.get(key) != ours.get(key):
             raise UserError(
                 f"{step_dir}: saved with {key}={saved.get(key)!r}, this run has {key}={ours.get(key)!r}: "

@@ -60,7 +60,8 @@ def _open(data: DataSettings, verify: bool) -> Corpus:
     home = train[0] if not data.mixture else TokenFile.open(data.dir, "train")
     for other in [*train[1:], home]:
         given = other.manifest.tokenizer
-        for name in ("vocab_size", "sha256", "eos_id", "bos_id", "add_bos"):
+        # a BOS that is in no text makes no difference: a tokenizer names one, its copy beside token files does not
+        for name in ("vocab_size", "sha256", "eos_id", "add_bos", *(["bos_id"] if first.add_bos else [])):
             if getattr(given, name) != getattr(first, name):
                 raise UserError(
                     f"data.mixture: {train[0].folder} has tokenizer {name}={getattr(first, name)}, {other.folder} "

@@ -90,6 +90,17 @@ def test_a_failing_model_does_not_keep_the_next_from_running(
     assert "training of table1-tiny-efla-seed42 ended with exit code 3" in capfd.readouterr().err
 
 
+def test_token_files_that_are_missing_are_one_line(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Captured
+) -> None:
+    def fail(command: list[str]) -> tuple[int, bool]:
+        raise AssertionError(f"nothing can be trained, but {command} was run")
+
+    monkeypatch.setattr(reproduce_table1, "run", fail)
+    assert reproduce_table1.main.run(arguments(tmp_path / "none", tasks, tmp_path, models="efla,deltanet")) == 1
+    assert capfd.readouterr().err.count("error: no token files in") == 1
+
+
 def test_a_stop_ends_it(
     corpus: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Captured
 ) -> None:

@@ -107,7 +107,7 @@ def test_another_mixture_or_packing_is_refused(
         (mixture(folders[:2], 1, 2) + PACKED, "data.fingerprint"),
         (mixture([folders[0], folders[2]], 2, 1) + PACKED, "data.fingerprint"),
         ((*mixture(folders[:2], 2, 1), "data.packing=documents", "data.max_documents=4"), "data.max_documents"),
-        (mixture(folders[:2], 2, 1), "data.max_documents"),
+        (mixture(folders[:2], 2, 1), "data.packing"),
     ):
         assert run_here(folders[0], tmp_path, "name=run", "train.steps=4", *change) == 1
         assert f"saved with {key}=" in capsys.readouterr().err
@@ -120,6 +120,16 @@ def test_one_tokenizer_for_all(folders: list[Path], tmp_path: Path, capsys: pyte
     assert run_here(folders[0], tmp_path / "runs", *settings) == 1
     line = capsys.readouterr().err
     assert f"tokenizer vocab_size={VOCAB}" in line and f"{tmp_path / 'other'} {VOCAB + 1}" in line
+
+
+def test_a_bos_that_is_in_no_text_does_not_part_tokenizers(tmp_path: Path) -> None:
+    """A tokenizer that names a BOS, and its copy beside token files, which does not, may be mixed."""
+    corpora = [write_corpus(tmp_path / name) for name in ("named", "copy")]
+    manifest = corpora[0] / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["tokenizer"]["bos_id"] = 1
+    manifest.write_text(json.dumps(content))
+    assert run_here(corpora[0], tmp_path / "runs", "train.steps=1", *mixture(corpora, 1, 1)) == 0
 
 
 def test_settings_that_contradict_each_other(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

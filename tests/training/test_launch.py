@@ -13,6 +13,7 @@ import torch
 
 from efla_lm.errors import UserError
 from efla_lm.training import distributed
+from efla_lm.training.build import GPU_BACKENDS
 from efla_lm.training.distributed import World, build_mesh, start
 from tests.training.launch import arguments, run_command, run_here
 
@@ -112,21 +113,18 @@ def test_cuda_asked_for_where_there_is_none(corpus: Path, tmp_path: Path, capsys
         (["data.context=2000", "train.batch_tokens=4000", "train.micro_tokens=2000"], "fewer than one window"),
         (["train.batch_tokens=65"], "multiple of data.context=16"),
         (["train.micro_tokens=null", "train.micro_batch=3"], "train.micro_batch=3"),
-        (["model.backend=triton"], "model.backend: "),
+        *((["train.device=cpu", f"model.backend={name}"], f"{name} needs a GPU") for name in GPU_BACKENDS),
+        (["model=mamba2", "model.backend=fla", "train.device=cpu"], "model.backend=fla needs a GPU"),
         (["model=transformer", "model.backend=reference"], "torch's SDPA only"),
+        (["train.device=cpu", "train.cuda_graphs=on"], "train.cuda_graphs=on needs CUDA devices"),
         (["model=transformer", "model.head_dim=15"], "model: rotary embedding needs an even head_dim"),
         (["model=efla", "train.device=cpu", "resume=nowhere"], "no checkpoint here"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
 def test_input_that_cannot_be_meant(
     corpus: Path, tmp_path: Path, overrides: list[str], said: str, capsys: Captured
 ) -> None:
-    if overrides == ["model.backend=triton"]:
-        from efla_kernels import available_backends
-
-        if "efla" in available_backends().get("triton", []):
-            pytest.skip("triton serves this op")
     assert run_here(corpus, tmp_path, "train.steps=2", *overrides) == 1
     assert said in error_of(capsys)
     assert os.listdir(tmp_path) == []
