@@ -70,7 +70,7 @@ def record(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
 
 def show(path: Path) -> None:
     """Print a result file's table and draw its plot beside it."""
-    result = files.load(path)
+    result = files.load(path, "op")
     print(report.markdown(result))
     report.plot(result, path.with_suffix(".png"))
     print(f"plot: {path.with_suffix('.png')}")

@@ -26,7 +26,7 @@ PACKAGES = ("flash-linear-attention", "liger-kernel", "cut-cross-entropy")
 def main(settings: LayerBenchSettings) -> int:
     """Measure the layers around the mixers, forward and forward + backward, beside the installed packages'."""
     if settings.table:
-        print(layer_report.markdown(files.load(Path(settings.table))))
+        print(layer_report.markdown(files.load(Path(settings.table), "layer")))
         return 0
     if not torch.cuda.is_available():
         print("no accelerator found: there is nothing to time here. `table=FILE` prints an earlier result.")

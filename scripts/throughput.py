@@ -51,7 +51,7 @@ def opened(path: Path, environment: dict[str, Any]) -> dict[str, Any]:
     """The result file as it is, or a new one. Raises UserError for figures of another GPU or version of torch."""
     if not path.is_file():
         return {"environment": environment, "rows": []}
-    result = files.load(path)
+    result = files.load(path, "size")
     for part in ("gpu", "torch", "triton"):
         was, now = result["environment"][part], environment[part]
         if was != now:
@@ -61,7 +61,7 @@ def opened(path: Path, environment: dict[str, Any]) -> dict[str, Any]:
 
 def show(path: Path) -> None:
     """Print a result file's table and draw its plot beside it."""
-    result = files.load(path)
+    result = files.load(path, "size")
     print(train_report.markdown(result))
     train_report.plot(result, path.with_suffix(".png"))
     print(f"plot: {path.with_suffix('.png')}")

@@ -34,9 +34,16 @@ def save(path: Path, result: dict[str, Any]) -> None:
     os.replace(partial, path)
 
 
-def load(path: Path) -> dict[str, Any]:
-    """A result file. Raises FileNotFoundError, which the commands report."""
+def load(path: Path, column: str) -> dict[str, Any]:
+    """A result file whose rows have `column`, which tells the benchmarks apart. Raises FileNotFoundError, which the
+    commands report, and UserError for another file."""
     if not path.is_file():
         raise FileNotFoundError(2, "no such file", str(path))
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        fits = all(column in row for row in result["rows"])
+    except (ValueError, TypeError, KeyError):
+        fits = False
+    if not fits:
+        raise UserError(f"{path}: expected a result file of this command, JSON with rows by {column}")
     return result

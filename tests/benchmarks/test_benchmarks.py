@@ -255,3 +255,10 @@ def test_without_an_accelerator_it_says_so(capsys: pytest.CaptureFixture[str]) -
 def test_a_missing_result_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main.run([f"table={tmp_path / 'none.json'}"]) == 1
     assert "none.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["no JSON", "[]", "{}", '{"rows": [{"layer": "loss"}]}'])
+def test_another_file_is_no_result(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.json").write_text(content)
+    assert bench.main.run([f"table={tmp_path / 'other.json'}"]) == 1
+    assert "other.json: expected a result file of this command" in capsys.readouterr().err
