@@ -43,8 +43,7 @@ def evaluations(runs: Path, name: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("model", ["efla", "transformer"])
+@pytest.mark.parametrize(("model", "processes"), [("efla", 1), ("efla", 2), ("transformer", 1)])
 def test_a_run_is_bit_for_bit_the_same_with_and_without(
     model: str, processes: int, corpus: Path, tasks: Path, tmp_path: Path
 ) -> None:
