@@ -19,8 +19,11 @@ from efla_lm.training.checkpoint import load_model_weights, tokenizer_dir
 
 
 def load_model(step_dir: Path) -> EflaForCausalLM:
-    """The model of a checkpoint, fp32 on the CPU, in evaluation mode. Raises UserError if the two do not fit."""
-    model = EflaForCausalLM(EflaConfig.from_pretrained(step_dir))
+    """The model of a checkpoint, fp32 on the CPU, in evaluation mode, with backend `auto`: it may be used where the
+    one that trained it does not run. Raises UserError if the two do not fit."""
+    config = EflaConfig.from_pretrained(step_dir)
+    config.backend = "auto"
+    model = EflaForCausalLM(config)
     missing, unexpected = model.load_state_dict(load_model_weights(step_dir), strict=False)
     model.tie_weights()
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()

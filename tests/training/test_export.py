@@ -42,6 +42,15 @@ def test_export_is_the_checkpoint(corpus: Path, tmp_path: Path, tied: bool) -> N
     assert loaded.config.max_position_embeddings == 16
 
 
+def test_export_does_not_ask_for_the_backend_of_training(corpus: Path, tmp_path: Path) -> None:
+    """What a GPU's kernels trained is evaluated on a CPU too."""
+    assert run_here(corpus, tmp_path, "name=run", "train.steps=1", "model.backend=reference") == 0
+    step = tmp_path / "run" / "checkpoints" / "step-1"
+    assert json.loads((step / "config.json").read_text())["backend"] == "reference"
+    assert load_model(step).config.backend == "auto"
+    assert AutoConfig.from_pretrained(tmp_path / "run" / "export").backend == "auto"
+
+
 @pytest.mark.parametrize("bos", [False, True])
 def test_export_opens_a_text_as_training_did(bos: bool, tmp_path: Path) -> None:
     """With data.bos=true texts open with BOS; else none is named, and EOS stands before a text, in generate too."""
