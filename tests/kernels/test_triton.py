@@ -23,20 +23,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(600)
-def test_kernels_in_the_interpreter() -> None:
-    done = run(
-        "-m",
-        "pytest",
-        str(HERE / "interpreted.py"),
-        str(HERE / "interpreted_decode.py"),
-        str(HERE / "interpreted_ssd.py"),
-        str(HERE / "interpreted_ssd_model.py"),
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-    )
+@pytest.mark.parametrize("kernels", ["interpreted", "interpreted_decode", "interpreted_ssd", "interpreted_ssd_model"])
+def test_kernels_in_the_interpreter(kernels: str) -> None:
+    done = run("-m", "pytest", str(HERE / f"{kernels}.py"), "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
     print(done.stdout[-4000:])
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
