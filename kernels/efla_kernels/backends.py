@@ -8,6 +8,7 @@ silence.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ OPS = {
     "ssd": "ssd",
     "mamba2": "ssd",
 }
+LAYER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BACKENDS: dict[str, Any] = {}
 
 
@@ -73,3 +75,14 @@ def resolve_backend(name: str, device: torch.device | str, op: str = "delta_rule
 def get_backend(name: str, device: torch.device | str, op: str) -> Any:
     """The backend object that `resolve_backend` names."""
     return _BACKENDS[resolve_backend(name, device, op)]
+
+
+def layer_backend(backend: str, x: torch.Tensor) -> str:
+    """Which form of a layer around the mixers serves x: "triton" or "torch"; the one place where that is chosen.
+
+    "torch" and "reference" mean PyTorch. All other names mean the kernels where they can run: on CUDA (or interpreted,
+    for backend "triton"), for 16-bit and fp32 inputs.
+    """
+    on_device = x.is_cuda or (backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
+    served = on_device and x.dtype in LAYER_DTYPES and is_registered("triton")
+    return "triton" if backend not in ("torch", "reference") and served else "torch"

@@ -8,29 +8,21 @@ of its document, count as zeros.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efla_kernels.backends import is_registered
+from efla_kernels.backends import layer_backend
 from efla_kernels.checks import count_sequences, expect_shape
 
 MOST_TAPS = 4  # of the Triton kernels
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def convolution_backend(backend: str, x: Tensor, taps: int) -> str:
-    """Which form serves x: "triton" or "torch"; the one place where that is chosen.
-
-    "torch" and "reference" mean PyTorch. All other names mean the kernels where they can run: on CUDA (or interpreted,
-    for backend "triton"), for 16-bit and fp32 inputs and up to four taps.
-    """
-    on_device = x.is_cuda or (backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
-    served = taps <= MOST_TAPS and x.dtype in DTYPES and is_registered("triton")
-    return "triton" if backend not in ("torch", "reference") and on_device and served else "torch"
+    """Which form serves x: that of `layer_backend`, and PyTorch beyond four taps."""
+    return layer_backend(backend, x) if taps <= MOST_TAPS else "torch"
 
 
 def short_convolution(

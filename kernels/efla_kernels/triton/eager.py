@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 def traced() -> bool:
     """Whether somebody wants to see the op itself: torch.compile, or a mode that watches ops (checkpointing does)."""
     return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+
+
+def wants_gradient(inputs: Iterable[Any]) -> bool:
+    """Whether a gradient to one of the inputs may be asked for."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
 def differentiable(
@@ -40,7 +45,7 @@ def differentiable(
     def call(*inputs: Any) -> Any:
         if traced():
             return op(*inputs)
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        if wants_gradient(inputs):
             return Eager.apply(*inputs)
         return forward(*inputs)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from efla_kernels.checks import segment_offsets
 from efla_kernels.triton import launch
 from efla_kernels.triton.choices import CHUNK, MODES, Problem, choose, split_segments
-from efla_kernels.triton.eager import differentiable, traced
+from efla_kernels.triton.eager import differentiable, traced, wants_gradient
 from efla_kernels.triton.launch import Saved
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -192,7 +192,7 @@ def _run(
         columns = choose(K, V, q.dtype, decay is not None).scan.columns
         segments = split_segments(B, T, H, K, V, columns, available)
     inputs = (q, k, v, gate, write, decay, initial_state)
-    keep_states = torch.is_grad_enabled() and not recompute and any(x is not None and x.requires_grad for x in inputs)
+    keep_states = not recompute and wants_gradient(inputs)
     initial = None if initial_state is None else initial_state.float().contiguous()
     o, final, *_ = _delta(
         q, k, v, gate, write, decay, initial, cu_seqlens, MODES[op], scale, segments, output_final_state, keep_states

@@ -11,7 +11,7 @@ from triton import next_power_of_2
 
 from efla_kernels.checks import segment_offsets
 from efla_kernels.triton import ssd_launch
-from efla_kernels.triton.eager import differentiable, traced
+from efla_kernels.triton.eager import differentiable, traced, wants_gradient
 from efla_kernels.triton.ops import DTYPES, interpreted, processors
 from efla_kernels.triton.ssd_choices import Problem
 from efla_kernels.triton.ssd_launch import Steps
@@ -170,7 +170,7 @@ def _run(
         segment_offsets(cu_seqlens, T)  # on a GPU this check would make the host wait
     initial = None if initial_state is None else initial_state.float().contiguous()
     inputs = (x, dt, B, C, *steps, initial)
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    wanted = wants_gradient(inputs)
     y, final, *_ = _ssd(*inputs, cu_seqlens, output_final_state, wanted and not recompute)
     return y, final if output_final_state else None
 
