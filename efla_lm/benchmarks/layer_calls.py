@@ -57,7 +57,7 @@ def make_layer(name: str, batch: int, tokens: int, hidden: int, vocabulary: int)
     if name == "loss":
         return _loss(rows, hidden, vocabulary)
     if name == "swiglu":
-        return _swiglu(rows, _intermediate(hidden))
+        return _swiglu(rows, hidden, _intermediate(hidden))
     return {"norm": _norm, "residual_norm": _residual_norm, "gated_norm": _gated_norm}[name](rows, hidden)
 
 
@@ -219,26 +219,26 @@ def _gated_norm(rows: int, hidden: int) -> Layer:
     return Layer(("y",), draw, {"torch": lambda: plain, "compile": _compiled(plain), "fla": fla})
 
 
-def _swiglu(rows: int, width: int) -> Layer:
-    """Gate and up as the model has them: the halves of one product."""
+def _swiglu(rows: int, hidden: int, width: int) -> Layer:
+    """Gate and up as the model has them, the halves of one product; their activation, and the product behind it."""
 
     def draw(normal: Callable[..., Tensor]) -> Tensors:
-        return {"gate_up": normal(rows, 2 * width)}
+        return {"gate_up": normal(rows, 2 * width), "weight": normal(hidden, width) / width**0.5}
 
     def plain(x: Tensors) -> tuple[Tensor, ...]:
         gate, up = x["gate_up"].chunk(2, -1)
-        return (F.silu(gate) * up,)
+        return (F.linear(F.silu(gate) * up, x["weight"]),)
 
     def fla() -> Form:
-        function = _find("fla.modules.activations", "swiglu")
-        return lambda x: (function(*x["gate_up"].chunk(2, -1)),)
+        function = _find("fla.modules.activations", "swiglu_linear")
+        return lambda x: (function(*x["gate_up"].chunk(2, -1), x["weight"], None),)
 
     def liger() -> Form:
         function = _find("liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
-        return lambda x: (function.apply(*x["gate_up"].chunk(2, -1)),)
+        return lambda x: (F.linear(function.apply(*x["gate_up"].chunk(2, -1)), x["weight"]),)
 
     def ours() -> Form:
-        return lambda x: (efla_kernels.swiglu(x["gate_up"]),)
+        return lambda x: (efla_kernels.swiglu_linear(x["gate_up"], x["weight"]),)
 
     forms = {"torch": lambda: plain, "compile": _compiled(plain), "fla": fla, "liger": liger, "ours": ours}
     return Layer(("y",), draw, forms)

@@ -64,14 +64,15 @@ class GatedRMSNorm(nn.Module):
 class SwiGLU(nn.Module):
     """y = down(silu(gate(x)) * up(x)), without biases; gate and up are one matrix [2 * intermediate, hidden]."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, backend: str = "auto") -> None:
         super().__init__()
+        self.backend = backend
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size)
         self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        gate_up = self.gate_up_proj(x)
+        return efla_kernels.swiglu_linear(gate_up, self.down_proj.weight.to(x.dtype), backend=self.backend)
 
 
 class ShortConvolution(nn.Module):

@@ -41,7 +41,7 @@ class EflaBlock(GradientCheckpointingLayer):
         self.mlp: SwiGLU | None = None
         if config.mlp:
             self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.backend)
 
     def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
         hidden = hidden + self.mixer(self.mixer_norm(hidden), info, layer)

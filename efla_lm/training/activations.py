@@ -32,7 +32,9 @@ PRODUCTS = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 
-CHEAP = ("convolution", "swiglu")  # ops of efla_kernels beside the mixers'
+# of efla_kernels, whose other ops are the mixers'
+OUR_PRODUCTS = ("swiglu_linear",)
+CHEAP = ("convolution",)
 
 
 def kind_of_checkpointing(setting: str, compiled: bool) -> str:
@@ -41,19 +43,22 @@ def kind_of_checkpointing(setting: str, compiled: bool) -> str:
     return ("selective" if compiled else "none") if setting == "auto" else setting
 
 
+def _is_ours(op: Any) -> bool:
+    return getattr(op, "namespace", "") == "efla_kernels"
+
+
 def _save(wanted: bool) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def selective_policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
     """Save products and the mixers' ops, compute the rest again."""
-    is_mixer = getattr(op, "namespace", "") == "efla_kernels" and not op.__name__.startswith(CHEAP)
-    return _save(op in PRODUCTS or is_mixer)
+    return _save(op in PRODUCTS or (_is_ours(op) and not op.__name__.startswith(CHEAP)))
 
 
 def products_policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
     """Save products, compute the rest again."""
-    return _save(op in PRODUCTS)
+    return _save(op in PRODUCTS or (_is_ours(op) and op.__name__.startswith(OUR_PRODUCTS)))
 
 
 POLICIES = {"selective": selective_policy, "products": products_policy}

@@ -58,16 +58,16 @@ GPUS = {
 }
 
 
-def saved_per_token(config: EflaConfig, compiled: bool = True, keeping: str = "none") -> float:
+def saved_per_token(config: EflaConfig, keeping: str = "none") -> float:
     """a: elements of the compute type that one block keeps per token for its backward pass.
 
-    Compiled blocks keep the inputs of matrix products and ops, and what cannot be had from them without another
+    Blocks keep the inputs of matrix products and ops, and what cannot be had from them without another
     product; the tests read the same list from the graph that torch.compile cuts (fp32 numbers count twice). What is in
     brackets is not kept with keeping="selective", what is in braces not with "products" either
     (`efla_lm.training.activations`):
 
         every block       D (its input) [+ D (normed)]
-        with SwiGLU       D (projected mixer output) [+ D (the normed stream)] + 2 F (gate and up) [+ F (their product)]
+        with SwiGLU       D (projected mixer output) [+ D (the normed stream)] + 2 F (gate and up)
         delta rules       3 A (before the convolution) [+ 3 A (q, k, v)] {+ A (output)} [+ A (normed)]
                           + A with an output gate
                           {+ H (2 C + table)}  (inverse and scores; the gates' table of 6 numbers, gated: 8)
@@ -75,8 +75,6 @@ def saved_per_token(config: EflaConfig, compiled: bool = True, keeping: str = "n
         attention         3 A (q, k, v) + A (output) + 2 H (log-sums)
         Mamba-2           2 E + 2 G N + heads (projection) [+ E + 2 G N (after the convolution)] {+ E (output)} [+ E
                           (normed)] {+ heads (4 + N P / 128)}  (the gates' table, states of chunks of 128 tokens)
-
-    Blocks that are not compiled keep F more (SiLU of the gate), unless selective.
     """
     D, A, F, H = config.hidden_size, config.key_size, config.intermediate_size, config.num_heads
     again = keeping in ("selective", "products")  # what is cheap is computed again
@@ -98,9 +96,7 @@ def saved_per_token(config: EflaConfig, compiled: bool = True, keeping: str = "n
         mixer = 4 * A + 2 * H
     elements: float = (1 if again else 2) * D + mixer
     if config.mlp:
-        elements += D + 2 * F if again else 2 * D + 3 * F
-    if not compiled and not again:
-        elements += F if config.mlp else 0
+        elements += (1 if again else 2) * D + 2 * F
     return float(elements)
 
 
@@ -145,7 +141,6 @@ def memory(
     micro_steps: int = 1,
     precision: str = "bf16",
     keeping: str = "none",
-    compiled: bool = True,
     whole: bool = False,
 ) -> Memory:
     """The table of the module for one device that takes `micro_tokens` at once and holds 1 / `shards` of the state.
@@ -157,12 +152,12 @@ def memory(
     P = count_parameters(config)
     root = V * D * (1 if config.tie_word_embeddings else 2) + D
     block = (P - root) / L
-    one_block = saved_per_token(config, compiled)  # while its backward pass is at work
+    one_block = saved_per_token(config)  # while its backward pass is at work
     if keeping == "full":
         activations = b * m * ((L + 2) * D + one_block)
         held = b * m * (2 * D + one_block)
     else:
-        activations = b * m * (L * saved_per_token(config, compiled, keeping) + 2 * D)
+        activations = b * m * (L * saved_per_token(config, keeping) + 2 * D)
         held = b * m * one_block
     accumulates = micro_steps > 1
     gathered = float(b * P) if shards == 1 else b * (root + 2 * block)

@@ -57,12 +57,10 @@ def forecast(
         raise UserError(f"model: {error}") from error
     budget = plan_budget(settings.train, settings.data.context, gpus)
     shards = shards_of(settings, gpus)
-    compiled = settings.train.compile is not False
-    kept = kind_of_checkpointing(settings.train.activation_checkpointing, compiled)
+    kept = kind_of_checkpointing(settings.train.activation_checkpointing, settings.train.compile is not False)
     options = {
         "precision": settings.train.precision,
         "keeping": kept,
-        "compiled": compiled,
         "whole": whole_of(settings, gpus),
     }
     need = cost.memory(

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from efla_kernels import chunked as _chunked
 from efla_kernels import reference as _reference
-from efla_kernels.activation import swiglu
+from efla_kernels.activation import swiglu_linear
 from efla_kernels.backends import available_backends, register_backend, resolve_backend
 from efla_kernels.coefficients import (
     beta_gate,
@@ -60,6 +60,6 @@ __all__ = [
     "short_convolution",
     "squared_norm",
     "ssd",
-    "swiglu",
+    "swiglu_linear",
     "unit_norm",
 ]

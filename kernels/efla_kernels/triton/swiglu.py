@@ -1,9 +1,10 @@
-"""silu(gate) * up and its gradient in one pass over memory each.
+"""A SwiGLU's second half, y = h W^T with h = silu(gate) * up: h is neither kept nor computed by a pass of its own.
 
-    y = g s u,   s = sigmoid(g);   dg = dy u s (1 + g (1 - s)),   du = dy g s
+    h = g s u,   s = sigmoid(g);   dh = dy W,   dg = dh u s (1 + g (1 - s)),   du = dh g s,   dW = dy^T h
 
-torch.compile joins dg and du in a kernel over [N, 2F] in which either half reads g and dy: 7 rows of F move where 5
-would do. Here a program has the same columns of both halves.
+The backward pass needs h for dW alone, and g, u and dh for the rest: one kernel reads these three and writes dg, du and
+h, six rows of F in all. torch.compile takes ten: h again from g and u, and dg and du from a kernel over [N, 2F] in
+which either half reads g and dh.
 """
 
 from __future__ import annotations
@@ -15,78 +16,85 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.eager import differentiable, traced
 
-BLOCK = 1024  # columns of a program: 16 bytes of each tensor for each thread of four warps
+BLOCK, WARPS = 1024, 4  # columns of a program: 16 bytes of each tensor for each thread of four warps
 
 
 @triton.jit
-def swiglu_kernel(gate_up, y, F: tl.constexpr, BLOCK: tl.constexpr):
-    """gate_up [N, 2F] -> y [N, F]."""
+def swiglu_kernel(gate_up, h, F: tl.constexpr, BLOCK: tl.constexpr):
+    """gate_up [N, 2F] -> h [N, F]."""
     blocks: tl.constexpr = (F + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < F
     g = tl.load(gate_up + row * (2 * F) + columns, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(gate_up + row * (2 * F) + F + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * F + columns, (g / (1.0 + tl.exp(-g)) * u).to(y.dtype.element_ty), mask=inside)
+    tl.store(h + row * F + columns, (g / (1.0 + tl.exp(-g)) * u).to(h.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def swiglu_gradient_kernel(dy, gate_up, d_gate_up, F: tl.constexpr, BLOCK: tl.constexpr):
-    """dy [N, F], gate_up [N, 2F] -> d_gate_up [N, 2F]."""
+def swiglu_gradient_kernel(dh, gate_up, d_gate_up, h, F: tl.constexpr, BLOCK: tl.constexpr):
+    """dh [N, F], gate_up [N, 2F] -> d_gate_up [N, 2F] and h [N, F], the same bits as the forward kernel's."""
     blocks: tl.constexpr = (F + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < F
-    dy = tl.load(dy + row * F + columns, mask=inside, other=0.0).to(tl.float32)
+    dh = tl.load(dh + row * F + columns, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gate_up + row * (2 * F) + columns, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(gate_up + row * (2 * F) + F + columns, mask=inside, other=0.0).to(tl.float32)
-    s = 1.0 / (1.0 + tl.exp(-g))
+    e = 1.0 + tl.exp(-g)
+    s = 1.0 / e
     place = d_gate_up + row * (2 * F) + columns
-    tl.store(place, (dy * u * s * (1.0 + g * (1.0 - s))).to(d_gate_up.dtype.element_ty), mask=inside)
-    tl.store(place + F, (dy * g * s).to(d_gate_up.dtype.element_ty), mask=inside)
+    tl.store(place, (dh * u * s * (1.0 + g * (1.0 - s))).to(d_gate_up.dtype.element_ty), mask=inside)
+    tl.store(place + F, (dh * g * s).to(d_gate_up.dtype.element_ty), mask=inside)
+    tl.store(h + row * F + columns, (g / e * u).to(h.dtype.element_ty), mask=inside)
 
 
-def _forward(gate_up: Tensor) -> Tensor:
-    """gate_up [N, 2F] -> silu(gate) * up [N, F]."""
+def _forward(gate_up: Tensor, weight: Tensor) -> Tensor:
+    """gate_up [N, 2F], weight [D, F] -> y [N, D]."""
     gate_up = gate_up.contiguous()
     N, F = gate_up.shape[0], gate_up.shape[1] // 2
-    y = gate_up.new_empty(N, F)
-    swiglu_kernel[(N * triton.cdiv(F, BLOCK),)](gate_up, y, F=F, BLOCK=BLOCK, num_warps=4)
-    return y
+    h = gate_up.new_empty(N, F)
+    launch(swiglu_kernel, N * triton.cdiv(F, BLOCK), gate_up, h, num_warps=WARPS, F=F, BLOCK=BLOCK)
+    return h @ weight.t()
 
 
-def _backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of gate_up, [N, 2F]."""
-    dy, gate_up = dy.contiguous(), gate_up.contiguous()
-    N, F = dy.shape
-    d_gate_up = torch.empty_like(gate_up)
-    swiglu_gradient_kernel[(N * triton.cdiv(F, BLOCK),)](dy, gate_up, d_gate_up, F=F, BLOCK=BLOCK, num_warps=4)
-    return d_gate_up
+def _backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """(the gradient of gate_up [N, 2F], h [N, F]) from that of h."""
+    dh, gate_up = dh.contiguous(), gate_up.contiguous()
+    N, F = dh.shape
+    d_gate_up, h = torch.empty_like(gate_up), torch.empty_like(dh)
+    programs = N * triton.cdiv(F, BLOCK)
+    launch(swiglu_gradient_kernel, programs, dh, gate_up, d_gate_up, h, num_warps=WARPS, F=F, BLOCK=BLOCK)
+    return d_gate_up, h
 
 
-swiglu = torch.library.custom_op("efla_kernels::swiglu", _forward, mutates_args=())
+swiglu_linear = torch.library.custom_op("efla_kernels::swiglu_linear", _forward, mutates_args=())
 swiglu_backward = torch.library.custom_op("efla_kernels::swiglu_backward", _backward, mutates_args=())
 
 
-@swiglu.register_fake
-def _(gate_up):
-    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+@swiglu_linear.register_fake
+def _(gate_up, weight):
+    return gate_up.new_empty(gate_up.shape[0], weight.shape[0])
 
 
 @swiglu_backward.register_fake
-def _(dy, gate_up):
-    return gate_up.new_empty(gate_up.shape)
+def _(dh, gate_up):
+    return gate_up.new_empty(gate_up.shape), dh.new_empty(dh.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _gradient(ctx: Any, dy: Tensor) -> Tensor:
+def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """The products are outside of the op, so that torch.compile sees them."""
+    gate_up, weight = ctx.saved_tensors
     backward = swiglu_backward if traced() else _backward
-    return backward(dy, *ctx.saved_tensors)
+    d_gate_up, h = backward(dy @ weight, gate_up)
+    return d_gate_up, dy.t() @ h
 
 
-activate = differentiable(swiglu, _forward, _setup, _gradient)
+project = differentiable(swiglu_linear, _forward, _setup, _gradient)
