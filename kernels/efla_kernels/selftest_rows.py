@@ -98,6 +98,8 @@ def accelerator_rows(full: bool = False) -> list[Row]:
         add("256x256", Case("efla", FP32, key_width=256, value_width=256), wide=True)
     for op in ("efla", "deltanet", "gated_efla"):
         add("32x32", Case(op, key_width=32, value_width=32))
+    for width in ((128, 32), (256, 32)):
+        add(f"{width[0]}x{width[1]}", Case("gated_efla", key_width=width[0], value_width=width[1]))
     add("split, 32x32, 1x4133", Case("efla", key_width=32, value_width=32, tokens=4133, heads=1))
     # rows whose bytes no power of two divides: descriptors and vector loads cannot take them
     add("36x20", Case("gated_efla", key_width=36, value_width=20))

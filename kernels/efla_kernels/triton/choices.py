@@ -138,13 +138,13 @@ class Problem:
         }
 
     def width(self, block: Block) -> dict[str, int]:
-        """V and its block: no wider than V needs, but never below 64 in 16-bit types unless the table says so.
+        """V and its block: no wider than V needs, but never below 64 in 16-bit types unless the loop is pipelined.
 
-        Rows that no multiple of 8 measures cannot be copied asynchronously, so that their loops are not pipelined, and
-        such loops over 16 or 32 columns are what Triton 3.6 compiles to wrong code.
+        It is not where rows that no multiple of 8 measures cannot be copied asynchronously, and where one block holds
+        all of V, so that no loop is left. Such products of 16 or 32 columns are what Triton 3.6 compiles to wrong code.
         """
         columns = block.columns
-        if self.key_width % 8 or self.value_width % 8:
+        if self.key_width % 8 or self.value_width % 8 or self.value_width <= columns:
             columns = max(self.narrowest, columns)
         needed = max(self.narrowest, triton.next_power_of_2(self.value_width))
         return {"V": self.value_width, "BV": min(columns, needed)}
