@@ -40,7 +40,12 @@ def test_backend_fla_is_as_close_as_bf16_allows(mixer: str, length: int) -> None
     errors = {}
     for backend in ("torch", "fla"):
         model = tiny_model(mixer, backend=backend).cuda().to(torch.bfloat16)
-        got = losses_and_gradients(model, ids)
+        try:
+            got = losses_and_gradients(model, ids)
+        except RuntimeError as refused:  # fla's own guard: wrong gradients by Triton 3.4 to 3.7.0 on Hopper
+            if mixer == "gated_deltanet" and "produces incorrect results" in str(refused):
+                pytest.skip(str(refused)[:120])
+            raise
         errors[backend] = {name: relative(got[name], expected[name]) for name in expected}
     for name, plain in errors["torch"].items():
         assert errors["fla"][name] < max(3 * plain, 2e-2), (name, errors["fla"][name], plain)
