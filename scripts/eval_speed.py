@@ -3,9 +3,9 @@
 Two measurements of untrained models, for which the work is the same as for trained ones:
 * `full`: `eval.py tasks=paper` on an EFLA, all documents, from start to end of the command;
 * `comparison`: the first `limit` documents of each task, our evaluation of an EFLA and of fla's DeltaNet beside
-  lm-eval's stock `hf` model over the same DeltaNet; models loaded and warm, tokenising included.
-The result file is written after every part, so that what is measured stays if a later part fails. The first run on a
-machine compiles and tunes fla's kernels before its clock starts, which takes minutes: TRITON_CACHE_DIR keeps them.
+  lm-eval's stock `hf` model over the same DeltaNet, tokenising included; each runs twice, and the second run counts:
+  the first compiles and tunes fla's kernels, which takes minutes (TRITON_CACHE_DIR keeps what was compiled).
+The result file is written after every part, so that what is measured stays if a later part fails.
 """
 
 from __future__ import annotations

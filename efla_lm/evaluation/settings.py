@@ -93,7 +93,7 @@ class EvalSpeedSettings:
     device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
     full: bool = key(True, "time eval.py on all documents of the ten tasks")
     stock: bool = key(True, "time lm-eval's stock model over fla's DeltaNet beside ours (needs a GPU and fla)")
-    limit: int = key(200, "documents per task of the comparison")
+    limit: int = key(100, "documents per task of the comparison")
     stock_batch_size: int = key(64, "rows per batch of the stock model (its own default is 1)")
     out: str = key("results/eval_speed.json", "result file", path=PATH)
 
