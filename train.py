@@ -22,7 +22,7 @@ from efla_lm.training.budget import Budget, plan_budget
 from efla_lm.training.checkpoint import CheckpointMeta, load_checkpoint
 from efla_lm.training.distributed import World, build_mesh, finish, start
 from efla_lm.training.export import export_checkpoint
-from efla_lm.training.graphs import GraphedPasses
+from efla_lm.training.graphs import GraphedPasses, release
 from efla_lm.training.metrics import MetricsWriter
 from efla_lm.training.optim import build_optimizer, set_learning_rate
 from efla_lm.training.profile import RunProfile
@@ -99,7 +99,10 @@ def main(settings: TrainSettings) -> int:
                 heldout_data, data, identity, resume, begin, evaluation,
             )  # fmt: skip
             banner("efla-lm", facts(run, backend), main=world.is_main)
-            done, saved = fit(run, interruption)
+            try:
+                done, saved = fit(run, interruption)
+            finally:
+                release(passes)
             if done >= budget.steps and saved is not None:
                 world.on_main(lambda: export_checkpoint(saved, directory.export))
                 if world.is_main:

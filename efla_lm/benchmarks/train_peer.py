@@ -108,3 +108,6 @@ class Peer:
     def settle(self) -> float:
         """See `train_point.Subject`."""
         return float(self.loss)
+
+    def close(self) -> None:
+        """See `train_point.Subject`: nothing was recorded."""

@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from efla_lm.settings import TrainSettings, compose
 from efla_lm.training import build, corpus, schedule
 from efla_lm.training.budget import plan_budget
 from efla_lm.training.distributed import build_mesh, finish, start
+from efla_lm.training.graphs import release
 from efla_lm.training.optim import build_optimizer, set_learning_rate
 from efla_lm.training.profile import Tracer
 from efla_lm.training.step import Verdicts, update
@@ -65,6 +67,9 @@ class Subject(Protocol):
     def settle(self) -> float:
         """Wait for all updates; the loss of the last one."""
 
+    def close(self) -> None:
+        """Let go of what must be gone before the process group is."""
+
 
 class Ours:
     """The parts of train.py, from the settings on."""
@@ -102,6 +107,9 @@ class Ours:
 
     def settle(self) -> float:
         return self.verdicts.settle().loss
+
+    def close(self) -> None:
+        release(self.passes)
 
 
 def measure(subject: Subject, point: Point) -> dict[str, Any]:
@@ -164,7 +172,8 @@ def main(spec: Path, out: Path) -> None:
         from efla_lm.benchmarks.train_peer import Peer
 
         subject = Peer(point, settings)
-    figures = measure(subject, point)
+    with closing(subject):
+        figures = measure(subject, point)
     if subject.is_main:
         partial = out.with_suffix(".tmp")
         partial.write_text(json.dumps(figures), encoding="utf-8")

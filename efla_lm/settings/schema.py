@@ -187,6 +187,9 @@ class ParallelSettings:
     )
     replicate: int | None = key(None, "groups that hold a full copy (hsdp); null: what data.shard leaves")
     shard: int | None = key(None, "devices that share one copy (hsdp); null: the devices of one node")
+    overlap: bool = key(
+        True, "ddp without FSDP: sum gradients over ranks in the backward pass, block by block; false: all after it"
+    )
     world_size: int | None = key(None, "processes expected; another number is an error. null: as launched")
 
 

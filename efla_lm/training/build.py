@@ -24,6 +24,7 @@ from efla_lm.training.budget import Budget
 from efla_lm.training.checkpoint import check_identity, checkpoints_in, fault_in, find_checkpoint, read_meta
 from efla_lm.training.distributed import World, hold_whole, holds_whole, shard_model
 from efla_lm.training.graphs import GraphedPasses, run_eagerly
+from efla_lm.training.overlap import sum_in_backward
 from efla_lm.training.step import Passes
 
 if TYPE_CHECKING:
@@ -78,12 +79,15 @@ def build_model(settings: TrainSettings, config: EflaConfig, world: World, mesh:
         if compiled:
             # the forward alone: the hooks of sharding stay outside of the compiled graph, one for all blocks
             block.forward = torch.compile(block.forward, fullgraph=True)
-    if holds_whole(settings.parallel.mode, world, settings.train.cuda_graphs):
+    whole = holds_whole(settings.parallel.mode, world, settings.train.cuda_graphs)
+    if whole:
         hold_whole(model, settings.train.precision)
     else:
         shard_model(model, list(model.model.layers), mesh, settings.train.precision)
     model.to_empty(device=world.device)
     initialise(model, settings.seed)
+    if whole and settings.parallel.overlap and world.size > 1:
+        sum_in_backward(model, list(model.model.layers))
     return model.train()
 
 

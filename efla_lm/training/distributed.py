@@ -7,8 +7,8 @@ FSDP's hooks would cost the host as much as the rest of a small step, and keep i
 
     mode     mesh (replicate x shard)
     single   1 x 1                  one process, no FSDP
-    ddp      N x 1                  every rank holds all weights, gradients are all-reduced: on one machine after the
-                                    backward pass, without FSDP (unless train.cuda_graphs=off); else by FSDP, meanwhile
+    ddp      N x 1                  every rank holds all weights, gradients are all-reduced: on one machine without
+                                    FSDP (unless train.cuda_graphs=off; `efla_lm.training.overlap`), else by FSDP
     fsdp     1 x N                  weights, gradients and optimiser state are sharded over all ranks
     hsdp     nodes x ranks/node     sharded within a node, replicated over nodes (or as `replicate`, `shard` say)
     auto     single for one process, else fsdp
@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from efla_lm.errors import UserError
 from efla_lm.models import EflaForCausalLM
+from efla_lm.training.overlap import sums_of
 
 T = TypeVar("T")
 
@@ -191,8 +192,8 @@ def build_mesh(world: World, mode: str, replicate: int | None = None, shard: int
 def holds_whole(mode: str, world: World, cuda_graphs: str) -> bool:
     """Whether ranks hold the model without FSDP: one process, or `ddp` on one machine where graphs are not off.
 
-    Gradients are then summed when the backward pass is over. That takes a few milliseconds between the GPUs of one
-    machine, less than graphs win; over a network FSDP's overlap wins.
+    Gradients are then summed in the backward pass (`efla_lm.training.overlap`), or after it with
+    parallel.overlap=false. Several machines have not been tried without FSDP.
     """
     if mode == "single" or (mode == "auto" and world.size == 1):
         return True
@@ -249,10 +250,10 @@ def is_whole(name: str) -> bool:
 
 
 def reduce_whole(model: nn.Module, world: World) -> None:
-    """Sum over ranks the gradients that FSDP does not: those of FP32_PARAMETERS, or of all parameters without FSDP."""
+    """Sum over ranks the gradients that were not in the backward pass: with FSDP those of FP32_PARAMETERS, else all."""
     sharded = isinstance(model, FSDPModule)
     grads = [p.grad for name, p in model.named_parameters() if p.grad is not None and (not sharded or is_whole(name))]
-    if world.size == 1 or not grads:
+    if world.size == 1 or sums_of(model) is not None or not grads:
         return
     with dist._coalescing_manager():  # one collective
         for grad in grads:

@@ -4,6 +4,8 @@ A small batch keeps a GPU busy for less time than the host needs to launch its k
 them on the same memory: inputs, loss and gradients lie where they lay when it was recorded. Two graphs are kept, that
 of an update's first micro-batch, which writes the gradients, and that of the further ones, which add to them. What
 changes from update to update (learning rate, clipping, whether the step is taken) stays outside, in the optimiser.
+Where ranks sum their gradients in the backward pass (`efla_lm.training.overlap`), a graph of an update's last
+micro-batch holds these collectives too.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from efla_lm.errors import UserError
+from efla_lm.training.overlap import sums_of
 
 Inputs = Mapping[str, Tensor | None]
 
@@ -27,6 +30,8 @@ def run_eagerly(model: nn.Module, inputs: Inputs, valid: Tensor, first: bool) ->
     """
     loss = model(**inputs).loss
     (loss / valid.to(loss.dtype)).backward()
+    if (sums := sums_of(model)) is not None:
+        sums.finish()
     return loss.detach()
 
 
@@ -41,8 +46,9 @@ class GraphedPasses:
         self._updates = 0
         self._inputs: dict[str, Tensor | None] = {}
         self._valid: Tensor | None = None
-        self._losses: dict[bool, Tensor] = {}
-        self._replays: dict[bool, Callable[[], None]] = {}
+        # by whether it is an update's first micro-batch, and whether gradients are summed over ranks in it
+        self._losses: dict[tuple[bool, bool], Tensor] = {}
+        self._replays: dict[tuple[bool, bool], Callable[[], None]] = {}
         self._gradients: list[Tensor | None] = []
         self._pool: Any = None
 
@@ -54,10 +60,16 @@ class GraphedPasses:
         if first and self._gradients:  # the optimiser lets go of them after each step
             for parameter, gradient in zip(model.parameters(), self._gradients, strict=True):
                 parameter.grad = gradient
-        if first not in self._replays:
-            self._record(model, first)
-        self._replays[first]()
-        return self._losses[first]
+        sums = sums_of(model)
+        kind = first, sums is not None and sums.wanted
+        if kind not in self._replays:
+            self._record(model, kind)
+        self._replays[kind]()
+        return self._losses[kind]
+
+    def close(self) -> None:
+        """Let go of the graphs. NCCL does not end a communicator while a graph holds collectives of it."""
+        self._replays.clear()
 
     def _take(self, inputs: Inputs, valid: Tensor) -> None:
         """Put the inputs where the graphs read them."""
@@ -74,14 +86,14 @@ class GraphedPasses:
                 place.copy_(given)
         self._valid.copy_(valid)
 
-    def _record(self, model: nn.Module, first: bool) -> None:
+    def _record(self, model: nn.Module, kind: tuple[bool, bool]) -> None:
         assert self._valid is not None
-        valid = self._valid
+        valid, first = self._valid, kind[0]
 
         def work() -> None:
-            self._losses[first] = run_eagerly(model, self._inputs, valid, first)
+            self._losses[kind] = run_eagerly(model, self._inputs, valid, first)
 
-        self._replays[first] = self._graph_of(work)
+        self._replays[kind] = self._graph_of(work)
         if first:
             self._gradients = [parameter.grad for parameter in model.parameters()]
 
@@ -97,3 +109,9 @@ class GraphedPasses:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"train.cuda_graphs: the pass cannot be recorded ({reason}); set it to off") from error
         return graph.replay
+
+
+def release(passes: Callable[..., Tensor]) -> None:
+    """To be called before the process group ends, however the training did: see `GraphedPasses.close`."""
+    if isinstance(passes, GraphedPasses):
+        passes.close()

@@ -28,6 +28,7 @@ from efla_lm.errors import UserError
 from efla_lm.training.distributed import World, reduce_whole
 from efla_lm.training.graphs import Inputs, run_eagerly
 from efla_lm.training.optim import clip_gradients, squared_norm, step_unless
+from efla_lm.training.overlap import sums_of
 
 Passes = Callable[[nn.Module, Inputs, Tensor, bool], Tensor]
 
@@ -132,9 +133,11 @@ class Verdicts:
 
 def _reduce_gradients(model: nn.Module, last: bool) -> None:
     """Sum gradients over ranks with the last micro-batch only; before it they add up where they are."""
-    if isinstance(model, FSDPModule):  # else one process holds all
+    if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
+    elif (sums := sums_of(model)) is not None:
+        sums.wanted = last
 
 
 def inputs_of(batch: Batch, world: World) -> dict[str, Tensor | None]:

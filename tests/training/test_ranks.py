@@ -82,6 +82,8 @@ def two(corpus: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "from one": (("name=from-one", *LENGTH, FSDP), None),
         "to one": (("name=to-one", *LENGTH, FSDP, "train.stop_at=20"), None),
         "ddp": (("name=ddp", *LENGTH, DDP, "train.stop_at=8"), None),
+        "ddp in two": (("name=ddp-in-two", *LENGTH, DDP, "train.micro_tokens=16", "train.stop_at=8"), None),
+        "ddp after": (("name=ddp-after", *LENGTH, DDP, "parallel.overlap=false", "train.stop_at=8"), None),
         "ddp by fsdp": (("name=ddp-by-fsdp", *LENGTH, DDP, "train.cuda_graphs=off", "train.stop_at=8"), None),
         "packed": ((*PACKED, FSDP), None),
         "selective": (("name=selective", *LENGTH, FSDP, f"{KEEPING}=selective", "train.stop_at=4"), None),
@@ -190,9 +192,10 @@ def test_activation_checkpointing_of_sharded_blocks(two: Two, single: Path) -> N
 
 
 def test_replicated(two: Two, single: Path) -> None:
+    """Gradients summed in the backward pass (of an update in one part or two), after it, and by FSDP."""
     runs, codes = two
-    assert codes["ddp"] == codes["ddp by fsdp"] == [0, 0]
-    for name in ("ddp", "ddp-by-fsdp"):
+    for name in ("ddp", "ddp-in-two", "ddp-after", "ddp-by-fsdp"):
+        assert codes[name.replace("-", " ")] == [0, 0]
         assert_same_weights(weights(runs, name, 8), weights(single, "run", 8), 1e-5)
         assert metrics(runs, name, "grad_norm") == pytest.approx(metrics(single, "run", "grad_norm")[:8], rel=1e-5)
 
