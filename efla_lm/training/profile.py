@@ -1,7 +1,7 @@
 """Where the time of an update goes: a trace by torch.profiler, and a table of its kernels by kind (`profile=N`).
 
 On a GPU the times are those of kernels on the device; `idle` is when none runs: launches that the host did not make in
-time, and waits. On a CPU they are those of PyTorch's operators, each without those that it calls.
+time, and waits; `exposed` is when communication runs and nothing else. On a CPU they are those of PyTorch's operators, each without those that it calls.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ KINDS = {
     "communication": r"nccl|all_gather|all_reduce|reduce_scatter|c10d",
     "loss": r"cross_entropy|nll_loss|log_softmax|logsumexp",
     "convolution": r"convolution|conv1d|conv_depthwise",
-    "mixer": r"solve_kernel|scan_kernel|scan_backward|gradient_[qk]_kernel|transition_kernel|merge_kernel|ssd_|chunk_|"
+    "mixer": r"solve_kernel|scan_kernel|scan_backward|gradient_[qk]_kernel|transition_kernel|merge_kernel|ssd_|chunk_(?!cat)|"
     r"flash|fmha|attention|efla_kernels::",
     "optimiser": r"adam|multi_tensor_apply|lpnorm|_foreach",
     "products": r"gemm|nvjet|cutlass|xmma|splitkreduce|::mm$|addmm|bmm|matmul|aten::linear",
     # before copies: the fused kernels of norms have the casts of their inputs in their names
     "norms and other reductions": r"triton_red|triton_per|norm|reduce_kernel|::sum",
-    "copies": r"memcpy|memset|copy_|::to$|_to_copy|::clone",
+    "copies": r"memcpy|memset|copy_|::to$|_to_copy|::clone|chunk_cat",  # the last: FSDP, before it sums gradients
     "embedding": r"embedding|index_select|indexing",
     "pointwise": r"swiglu|triton_poi|elementwise|triton_|aten::",
 }
@@ -40,10 +40,14 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Milliseconds per update by kind; `span` is the update as the clock has it, `busy` when some kernel runs."""
+    """Milliseconds per update by kind; `span` is the update as the clock has it, `busy` when some kernel runs.
+
+    A kernel of communication runs from its own launch until all ranks have taken part: waiting for them is in it.
+    """
 
     span: float
     busy: float
+    exposed: float  # of busy: when kernels of communication run alone
     kinds: dict[str, float]
     kernels: float  # per update
     top: list[tuple[str, float, float]]  # name, milliseconds and calls per update of the costliest kernels
@@ -55,12 +59,14 @@ class Breakdown:
 
     def row(self) -> dict[str, float]:
         """For a result file."""
-        return {"span": self.span, "busy": self.busy, "idle": self.idle, "kernels": self.kernels} | self.kinds
+        times = {"span": self.span, "busy": self.busy, "idle": self.idle, "exposed communication": self.exposed}
+        return times | {"kernels": self.kernels} | self.kinds
 
     def text(self) -> str:
         """For people: kinds by cost, then the costliest kernels."""
         lines = [
-            f"{self.span:.2f} ms per update, {self.busy:.2f} busy, {self.idle:.2f} idle, {self.kernels:.0f} kernels"
+            f"{self.span:.2f} ms per update, {self.busy:.2f} busy, {self.idle:.2f} idle, {self.kernels:.0f} kernels, "
+            f"{self.exposed:.2f} ms communication alone"
         ]
         for kind, ms in sorted(self.kinds.items(), key=lambda item: -item[1]):
             lines.append(f"{ms:10.2f} ms {100 * ms / max(self.span, 1e-9):5.1f} %  {kind}")
@@ -105,7 +111,7 @@ class Tracer:
         on_device = self._device.type == "cuda"
         kinds: dict[str, float] = defaultdict(float)
         names: dict[str, list[float]] = defaultdict(list)
-        intervals, everything = [], []
+        intervals, others, everything = [], [], []
         for event in self._profile.events() or []:
             span = event.time_range
             everything.append((span.start, span.end))
@@ -117,13 +123,18 @@ class Tracer:
             else:
                 time = event.self_cpu_time_total
             intervals.append((span.start, span.end))
-            kinds[kind_of(event.name)] += time / 1e3 / updates
+            kind = kind_of(event.name)
+            kinds[kind] += time / 1e3 / updates
+            if kind != "communication":
+                others.append((span.start, span.end))
             names[event.name].append(time / 1e3 / updates)
         costly = sorted(names.items(), key=lambda item: -sum(item[1]))[:20]
         begin, end = min((s for s, _ in everything), default=0.0), max((e for _, e in everything), default=0.0)
+        busy = union_ms(intervals) / updates
         return Breakdown(
             span=(end - begin) / 1e3 / updates,
-            busy=union_ms(intervals) / updates,
+            busy=busy,
+            exposed=busy - union_ms(others) / updates,
             kinds=dict(kinds),
             kernels=len(intervals) / updates,
             top=[(name, sum(times), len(times) / updates) for name, times in costly],
