@@ -1,7 +1,8 @@
 """Where the time of an update goes: a trace by torch.profiler, and a table of its kernels by kind (`profile=N`).
 
 On a GPU the times are those of kernels on the device; `idle` is when none runs: launches that the host did not make in
-time, and waits; `exposed` is when communication runs and nothing else. On a CPU they are those of PyTorch's operators, each without those that it calls.
+time, and waits; `exposed` is when communication runs and nothing else. On a CPU they are those of PyTorch's operators,
+each without those that it calls.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ KINDS = {
     "communication": r"nccl|all_gather|all_reduce|reduce_scatter|c10d",
     "loss": r"cross_entropy|nll_loss|log_softmax|logsumexp",
     "convolution": r"convolution|conv1d|conv_depthwise",
-    "mixer": r"solve_kernel|scan_kernel|scan_backward|gradient_[qk]_kernel|transition_kernel|merge_kernel|ssd_|chunk_(?!cat)|"
-    r"flash|fmha|attention|efla_kernels::",
+    "mixer": r"solve_kernel|scan_kernel|scan_backward|gradient_[qk]_kernel|transition_kernel|merge_kernel|ssd_|"
+    r"chunk_(?!cat)|flash|fmha|attention|efla_kernels::",
     "optimiser": r"adam|multi_tensor_apply|lpnorm|_foreach",
     "products": r"gemm|nvjet|cutlass|xmma|splitkreduce|::mm$|addmm|bmm|matmul|aten::linear",
     # before copies: the fused kernels of norms have the casts of their inputs in their names
