@@ -22,6 +22,8 @@ from efla_lm.benchmarks import mamba_calls
 
 Tensors = dict[str, Tensor]
 CHUNK_SCAN = "mamba_chunk_scan_combined"
+# our implementations by their backend; the second keeps no chunk states for the backward pass
+OWN = {"ours": "triton", "ours_recompute": "triton_recompute", "torch": "torch"}
 
 
 class Unserved(Exception):
@@ -47,9 +49,8 @@ def names(op: str) -> list[str]:
 def make_call(op: str, impl: str, tensors: Tensors) -> Call:
     """How `impl` serves `op` on these inputs; raises `Unserved`."""
     leaves = {name: tensors[name] for name in names(op)}
-    if impl in ("ours", "torch"):
-        backend = "triton" if impl == "ours" else "torch"
-        run = partial(_own, op, backend)
+    if impl in OWN:
+        run = partial(_own, op, OWN[impl])
         return Call(run, run, leaves)
     if impl == "mamba_ssm":
         try:

@@ -51,14 +51,14 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def ratios(
-    result: dict[str, Any], op: str, direction: str, figure: str = "device_us", peer: str = "fla"
+    result: dict[str, Any], op: str, direction: str, figure: str = "device_us", peer: str = "fla", own: str = "ours"
 ) -> dict[str, float]:
     """The peer's figure over ours by shape ("H=8 8x2048"), for the shapes that both have."""
     ours, theirs = {}, {}
     for row in result["rows"]:
         if figure in row and row["direction"] == direction:
             name = f"H={row['heads']} {row['batch']}x{row['tokens']}"
-            if (row["op"], row["impl"]) == (op, "ours"):
+            if (row["op"], row["impl"]) == (op, own):
                 ours[name] = row[figure]
             if (row["op"], row["impl"]) == (BASELINE[op], peer):
                 theirs[name] = row[figure]
@@ -78,6 +78,14 @@ def ratio_lines(result: dict[str, Any]) -> list[str]:
                         f"- {LABELS[op]} {direction} against {peer}'s {LABELS[base]}, {label} time: {mean:.2f}x "
                         f"(geometric mean of {len(found)}), least {found[least]:.2f}x at {least}"
                     )
+    for (op, base), own, peer in product(BASELINE.items(), ("ours", "ours_recompute"), PEERS):
+        found = ratios(result, op, "fwd_bwd", "peak_mib", peer, own)
+        if found:
+            lines.append(
+                f"- {LABELS[op]} ({own}) fwd_bwd, memory over {peer}'s {LABELS[base]}: "
+                f"{1 / statistics.geometric_mean(found.values()):.2f} ({1 / max(found.values()):.2f} to "
+                f"{1 / min(found.values()):.2f})"
+            )
     times = {
         (r["op"], *_key(r, "heads", "batch", "tokens")): r["device_us"]
         for r in result["rows"]
@@ -102,7 +110,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = [r for r in result["rows"] if "device_us" in r and r["direction"] != "decode" and r["impl"] != "torch"]
+    rows = [
+        r for r in result["rows"] if "device_us" in r and r["direction"] != "decode" and r["impl"] in ("ours", *PEERS)
+    ]
     heads = sorted({r["heads"] for r in rows})
     figure, axes = plt.subplots(1, max(1, len(heads)), figsize=(5.2 * max(1, len(heads)), 3.8), squeeze=False)
     for axis, count in zip(axes[0], heads, strict=False):

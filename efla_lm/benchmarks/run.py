@@ -15,14 +15,15 @@ from efla_kernels.accuracy_ssd import SsdCase
 from torch import Tensor
 
 from efla_lm.benchmarks import decoding, mamba_calls
-from efla_lm.benchmarks.calls import Call, Unserved, make_call
+from efla_lm.benchmarks.calls import OWN, Call, Unserved, make_call
 from efla_lm.benchmarks.checks import pairs
 from efla_lm.benchmarks.settings import BenchSettings
-from efla_lm.benchmarks.timing import figures
+from efla_lm.benchmarks.timing import figures, layer_figures
 
 DEVICE = "cuda"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MAMBA_HEADS = 4  # heads of width 64 in Mamba-2 for each head of width 128 in the delta rules at the same hidden size
+RECOMPUTING = "ours_recompute"  # differs from ours where there is a backward pass
 TUNED_PARTS = 4  # processes among which mamba-ssm's configurations are divided for compilation
 # Ours may not be timed while it is wrong; a peer beyond its bound is reported as it is.
 BOUND = {"bf16": 2e-2, "fp16": 2e-2, "fp32": 1e-4}
@@ -72,6 +73,11 @@ def shapes(settings: BenchSettings, op: str, impl: str, heads: int) -> list[Shap
     return [Shape(op, batch, tokens, heads, settings.width, settings.dtype) for batch, tokens in served]
 
 
+def directions(settings: BenchSettings, impl: str) -> list[str]:
+    """The passes over whole sequences that an implementation is measured in."""
+    return [d for d in settings.directions if d != "decode" and (d == "fwd_bwd" or impl != RECOMPUTING)]
+
+
 def outputs(call: Call, tensors: dict[str, Tensor], leaf_names: list[str]) -> dict[str, Tensor]:
     """The output and the gradients to the op's own inputs."""
     leaves = {n: tensors[n].detach().requires_grad_() for n in leaf_names}
@@ -95,7 +101,7 @@ def accuracy(shape: Shape, impls: list[str], seeds: int) -> dict[str, dict[str, 
                 call = make_call(shape.op, impl, tensors)
                 errors = relative_errors(outputs(call, tensors, leaf_names), truth)
             except (Unserved, RuntimeError, ValueError) as error:  # a peer may refuse: say so and go on
-                if impl == "ours":
+                if impl in OWN:
                     raise
                 try:  # forward alone
                     with torch.no_grad():
@@ -151,11 +157,11 @@ def measure_op(settings: BenchSettings, op: str, heads: int) -> Iterator[dict[st
         found = accuracy(shape, impls, settings.seeds)
         for impl in impls:
             errors = found[impl]
-            for direction in [d for d in settings.directions if d != "decode"]:
+            for direction in directions(settings, impl):
                 if isinstance(errors, str):
                     yield shape.row(impl, direction) | {"skipped": errors}
                     continue
-                if impl == "ours" and not max(errors.values()) <= BOUND[shape.dtype]:
+                if impl in OWN and not max(errors.values()) <= BOUND[shape.dtype]:
                     raise AssertionError(f"{shape.row(impl, direction)}: wrong before it is timed: {errors}")
                 if direction == "fwd_bwd" and set(errors) == {"o"}:
                     yield shape.row(impl, direction) | {"skipped": "its backward pass refuses to run here"}
@@ -163,29 +169,31 @@ def measure_op(settings: BenchSettings, op: str, heads: int) -> Iterator[dict[st
                 try:
                     yield measure(shape, impl, direction, errors, settings.repeats)
                 except (RuntimeError, ValueError) as error:
-                    if impl == "ours":
+                    if impl in OWN:
                         raise
                     yield shape.row(impl, direction) | {"skipped": " ".join(str(error).split())[:300]}
                 torch.cuda.empty_cache()
 
 
 def measure_decoding(settings: BenchSettings, op: str, heads: int) -> Iterator[dict[str, Any]]:
-    """The decoding step's rows."""
+    """The decoding step's rows; `layers` counts the steps in a measurement, see `decoding`."""
     heads = heads * MAMBA_HEADS if op == "mamba2" else heads
     for batch in settings.decode_batches:
         shape = Shape(op, batch, 1, heads, settings.width, settings.dtype)
         for impl in settings.impls:
-            if impl == "mamba_ssm" and op != "mamba2":
+            if impl == RECOMPUTING or (impl == "mamba_ssm" and op != "mamba2"):
                 continue
             inputs = decoding.decode_inputs(op, batch, heads, settings.width, DTYPES[settings.dtype], DEVICE)
             expected = {"o": decoding.truth(op, inputs)}
             try:
-                step = decoding.make_step(op, impl, inputs)
+                layers = decoding.layers(inputs, settings.decode_layers)
+                steps = [decoding.make_step(op, impl, layer) for layer in layers]
                 with torch.no_grad():
-                    errors = relative_errors({"o": step()}, expected)
+                    errors = relative_errors({"o": steps[0]()}, expected)
                     if impl == "ours" and not errors["o"] <= BOUND[shape.dtype]:
                         raise AssertionError(f"{shape.row(impl, 'decode')}: wrong before it is timed: {errors}")
-                    yield shape.row(impl, "decode") | figures(step, settings.repeats) | _errors(errors)
+                    measured = {"layers": len(steps)} | layer_figures(steps, settings.repeats)
+                    yield shape.row(impl, "decode") | measured | _errors(errors)
             except (Unserved, RuntimeError, ValueError, TypeError) as error:
                 if impl == "ours":
                     raise

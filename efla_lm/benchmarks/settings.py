@@ -9,7 +9,7 @@ from efla_lm.errors import UserError
 from efla_lm.settings.fields import PATH, key
 
 OPS = ("efla", "deltanet", "gated_deltanet", "gated_efla", "mamba2")
-IMPLEMENTATIONS = ("ours", "fla", "torch", "mamba_ssm")
+IMPLEMENTATIONS = ("ours", "ours_recompute", "fla", "torch", "mamba_ssm")
 
 
 @dataclass
@@ -18,8 +18,9 @@ class BenchSettings:
 
     ops: list[str] = key([*OPS], "token mixers")
     impls: list[str] = key(
-        ["ours", "fla", "torch"],
-        "ours, fla (flash-linear-attention), torch (our chunked PyTorch), mamba_ssm (mamba2 only)",
+        ["ours", "ours_recompute", "fla", "torch"],
+        "ours, ours_recompute (chunk states computed again; forward + backward), fla (flash-linear-attention), torch "
+        "(our chunked PyTorch), mamba_ssm (mamba2 only)",
     )
     mamba_ssm: str | None = key(None, "folder with mamba-ssm's sources, for impls=[...,mamba_ssm]", path=PATH)
     shapes: list[str] = key(["8x2048", "4x4096", "2x8192", "1x16384"], "batch x tokens; torch takes the first only")
@@ -28,6 +29,9 @@ class BenchSettings:
     dtype: str = key("bf16", "type of the inputs", choices=("bf16", "fp16", "fp32"))
     directions: list[str] = key(["fwd", "fwd_bwd", "decode"], "fwd, fwd_bwd, decode")
     decode_batches: list[int] = key([1, 64], "batch sizes of the decoding step")
+    decode_layers: int = key(
+        24, "decoding steps in one measurement, each with states of its own; more where these would fit the L2 cache"
+    )
     seeds: int = key(5, "seeds 0, 1, ... whose worst error is reported")
     repeats: int = key(30, "measurements behind each median")
     workers: int = key(12, "processes that compile at once before anything is measured; 0: compile while measuring")
@@ -40,4 +44,4 @@ class BenchSettings:
         if "mamba_ssm" in self.impls and not (self.mamba_ssm or self.table):
             raise UserError("impls: mamba_ssm needs the folder with its sources, mamba_ssm=FOLDER")
         pairs(self.shapes)
-        expect_positive(self, "seeds", "repeats", "width")
+        expect_positive(self, "seeds", "repeats", "width", "decode_layers")

@@ -13,6 +13,7 @@ from efla_kernels.accuracy import relative_errors
 
 from efla_lm.benchmarks import calls, decoding, mamba_calls, report, run
 from efla_lm.benchmarks.settings import BenchSettings
+from efla_lm.benchmarks.timing import Timing
 from efla_lm.errors import UserError
 from scripts import bench
 
@@ -140,21 +141,38 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "make_step", lambda r, impl, x: step(r, "torch" if impl == "ours" else impl, x))
     figures = {"device_us": 2.0, "wall_us": 3.0, "peak_mib": 1.0}
     monkeypatch.setattr(run, "figures", lambda function, repeats: (function(), figures)[1])
+    monkeypatch.setattr(run, "layer_figures", lambda calls, repeats: ([call() for call in calls], figures)[1])
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_the_course_of_a_run() -> None:
     settings = tiny_settings()
     rows = [row for op in settings.ops for row in run.measure_op(settings, op, 2)]
-    # two shapes of ours and fla and one of torch, two directions, two ops
-    assert len(rows) == 2 * 5 * 2 and not any("skipped" in row for row in rows)
+    # two shapes of ours and fla and one of torch in two directions, two of ours_recompute in one; two ops
+    assert len(rows) == 2 * (5 * 2 + 2) and not any("skipped" in row for row in rows)
     assert all(row["rel_err"] < 1e-5 for row in rows)
     assert {len(row["rel_errs"]) for row in rows if row["direction"] == "fwd"} == {1}
     assert set(rows[1]["rel_errs"]) == {"o", "dq", "dk", "dv", "dbeta_logit"}
     decoded = list(run.measure_decoding(settings, "efla", 2))
     assert [("skipped" in row, row["impl"]) for row in decoded] == [(False, "ours"), (True, "fla"), (False, "torch")]
+    assert [row["layers"] for row in decoded if "layers" in row] == [24, 24]
     for op in settings.ops:
         run.warm(settings, op, "ours", 2)
+
+
+@pytest.mark.parametrize("op", ["gated_efla", "mamba2"])
+def test_layers_that_decode_share_no_state(op: str) -> None:
+    """Each step of a measurement moves its own layer on and no other; all give the same output."""
+    inputs = decoding.decode_inputs(op, 2, 2, 16, torch.float32, "cpu")
+    layers = decoding.layers(inputs, 3)
+    outputs = [decoding.make_step(op, "torch", layer)() for layer in layers[:2]]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(layers[0]["state"], layers[1]["state"])
+    assert torch.equal(layers[2]["state"], inputs["state"]) and not torch.equal(layers[0]["state"], inputs["state"])
+
+
+def test_a_time_shared_by_calls() -> None:
+    assert Timing.of([240.0, 480.0, 480.0, 720.0]).per_call(24) == Timing(20.0, 12.5, 27.5)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -237,7 +255,7 @@ def test_the_pytorch_form_takes_the_first_shape_only() -> None:
     assert [s.batch for s in run.shapes(settings, "efla", "torch", 8)] == [8]
 
 
-REFUSED = ("shapes=[8by2048]", "impls=[cuda]", "impls=[mamba_ssm]", "ops=[mamba]", "seeds=0")
+REFUSED = ("decode_layers=0", "shapes=[8by2048]", "impls=[cuda]", "impls=[mamba_ssm]", "ops=[mamba]", "seeds=0")
 
 
 @pytest.mark.parametrize("argument", REFUSED)
