@@ -1,7 +1,8 @@
 """How long evaluation takes: `python -m scripts.eval_speed tokenizer=FOLDER local_dir=FOLDER`.
 
-Two measurements of untrained models, for which the work is the same as for trained ones:
-* `full`: `eval.py tasks=paper` on an EFLA, all documents, from start to end of the command;
+Measurements of untrained models, for which the work is the same as for trained ones:
+* `full`: `eval.py tasks=paper` on an EFLA, from start to end of the command; with gpus=N also `several`: the same on N
+  processes that share the documents, how much faster, and whether the numbers are those of one process;
 * `comparison`: the first `limit` documents of each task, our evaluation of an EFLA and of fla's DeltaNet beside
   lm-eval's stock `hf` model over the same DeltaNet, tokenising included; each runs twice, and the second run counts:
   the first compiles and tunes fla's kernels, which takes minutes (TRITON_CACHE_DIR keeps what was compiled).
@@ -26,6 +27,7 @@ from transformers import AutoTokenizer
 from efla_lm.errors import UserError
 from efla_lm.evaluation import checkpoints, results
 from efla_lm.evaluation.columns import PAPER_COLUMNS
+from efla_lm.evaluation.compare import compare_values
 from efla_lm.evaluation.settings import EvalSpeedSettings
 from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
 from efla_lm.settings import TrainSettings, compose, entry
@@ -62,36 +64,66 @@ def main(settings: EvalSpeedSettings) -> int:
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
     if settings.full:
-        full = time_command(settings, model, tokenizer)
-        save("full", full)
-        print(f"eval.py on all documents: {full['seconds']:.1f} s", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            export = Path(folder) / "export"
+            model.save_pretrained(export)
+            tokenizer.save_pretrained(export)
+            one = time_command(settings, export, 1)
+            save("full", one)
+            print(f"eval.py: {one['seconds']:.1f} s", flush=True)
+            if settings.gpus > 1:
+                several = time_command(settings, export, settings.gpus)
+                save("several", several | beside_one(several, one))
+                print(f"eval.py on {settings.gpus} processes: {several['seconds']:.1f} s", flush=True)
     for found in compare(settings, model, config, tokenizer, device):
         save("comparison", found)
     print(f"result: {out}")
     return 0
 
 
-def time_command(settings: EvalSpeedSettings, model: EflaForCausalLM, tokenizer: Any) -> dict[str, Any]:
-    """Seconds of `eval.py tasks=paper` on an export of `model`, by task and from start to end."""
-    with tempfile.TemporaryDirectory() as folder:
-        export = Path(folder) / "export"
-        model.save_pretrained(export)
-        tokenizer.save_pretrained(export)
-        command = [
-            sys.executable, "eval.py", f"checkpoint={export}", "tasks=paper", f"dtype={settings.dtype}",
-            f"device={settings.device}", f"out={folder}/results",
-        ]  # fmt: skip
-        if settings.local_dir:
-            command.append(f"tasks.local_dir={settings.local_dir}")
-        start = time.perf_counter()
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        seconds = time.perf_counter() - start
-        if code != 0:
-            raise UserError(f"eval.py ended with exit code {code}")
-        (path,) = (Path(folder) / "results").glob("*.json")
-        found = json.loads(path.read_text(encoding="utf-8"))
+def time_command(settings: EvalSpeedSettings, export: Path, processes: int) -> dict[str, Any]:
+    """Seconds of `eval.py tasks=paper` on an export, by task and from start to end, and its numbers."""
+    out = export.parent / f"results-{processes}"
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] * (processes > 1)
+    command = [
+        sys.executable, *launcher, "eval.py", f"checkpoint={export}", "tasks=paper", f"dtype={settings.dtype}",
+        f"device={settings.device}", f"out={out}",
+    ]  # fmt: skip
+    if settings.local_dir:
+        command.append(f"tasks.local_dir={settings.local_dir}")
+    if settings.full_limit:
+        command.append(f"limit={settings.full_limit}")
+    start = time.perf_counter()
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    seconds = time.perf_counter() - start
+    if code != 0:
+        raise UserError(f"eval.py ended with exit code {code}")
+    (path,) = out.glob("*.json")
+    found = json.loads(path.read_text(encoding="utf-8"))
     documents = {task: counts["effective"] for task, counts in found["n-samples"].items()}
-    return {"seconds": round(seconds, 3), "seconds_by_task": found["seconds"], "documents": documents}
+    return {
+        "processes": found["evaluation"]["processes"],
+        "seconds": round(seconds, 3),
+        "seconds_by_task": found["seconds"],
+        "documents": documents,
+        "results": found["results"],
+    }
+
+
+def beside_one(several: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
+    """How much faster than one process, in all and in the tasks alone, and the numbers that are not equal."""
+    rows = compare_values(several["results"], one["results"])
+    tasks, alone = (sum(found["seconds_by_task"].values()) for found in (several, one))
+    return {
+        "times_faster": round(one["seconds"] / several["seconds"], 3),
+        "times_faster_in_tasks": round(alone / tasks, 3),
+        "numbers": len(rows),
+        "unequal": [
+            {"task": row["task"], "metric": row["metric"], "several": row["ours"], "one": row["stock"]}
+            for row in rows
+            if row["relative_difference"]
+        ],
+    }
 
 
 def compare(

@@ -91,11 +91,20 @@ class EvalSpeedSettings:
     size: str = key("340m", "size of the models (conf/size)")
     dtype: str = key("bf16", "type of weights and activations", choices=("fp32", "bf16"))
     device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
-    full: bool = key(True, "time eval.py on all documents of the ten tasks")
+    full: bool = key(True, "time eval.py on the ten tasks")
+    full_limit: int | None = key(None, "first documents of each task that `full` takes; null: all")
+    gpus: int = key(1, "more than one: time eval.py on so many processes too, a GPU each, beside one: speed, numbers")
     stock: bool = key(True, "time lm-eval's stock model over fla's DeltaNet beside ours (needs a GPU and fla)")
     limit: int = key(100, "documents per task of the comparison")
     stock_batch_size: int = key(64, "rows per batch of the stock model (its own default is 1)")
     out: str = key("results/eval_speed.json", "result file", path=PATH)
+
+    def validate(self) -> None:
+        """Raise UserError for values that nothing can be measured with. Called once by `entry`."""
+        for name in ("full_limit", "gpus", "limit", "stock_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value}: expected at least 1")
 
 
 @dataclass

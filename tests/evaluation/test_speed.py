@@ -33,12 +33,15 @@ def test_the_command_writes_its_measurements(tmp_path: Path, monkeypatch: pytest
     make_tokenizer(bos=False).save_pretrained(tmp_path / "tokenizer")
     arguments = [
         f"tokenizer={tmp_path}/tokenizer", f"local_dir={data}", "size=tiny", "dtype=fp32", "device=cpu", "stock=false",
-        "limit=2", f"out={tmp_path}/speed.json",
+        "limit=2", "full_limit=1", "gpus=2", f"out={tmp_path}/speed.json",
     ]  # fmt: skip
     assert eval_speed.main.run(arguments) == 0
     report = json.loads((tmp_path / "speed.json").read_text())
-    assert set(report["full"]["documents"].values()) == {2}
+    assert set(report["full"]["documents"].values()) == {1}
     assert report["full"]["seconds"] > sum(report["full"]["seconds_by_task"].values())
+    assert (report["full"]["processes"], report["several"]["processes"]) == (1, 2)
+    assert report["several"]["numbers"] >= len(PAPER) and report["several"]["unequal"] == []
+    assert report["several"]["times_faster"] > 0 and report["several"]["times_faster_in_tasks"] > 0
     assert report["comparison"]["ours_efla"]["seconds"] > 0
 
 
