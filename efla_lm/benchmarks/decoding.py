@@ -1,4 +1,9 @@
-"""The decoding step of a mixer: ours in one kernel, fla's as the chain of operations that its layers call."""
+"""The decoding step of a mixer: ours in one kernel, fla's as the chain of operations that its layers call.
+
+What is timed is a token of a model, not a step alone: one step per layer, each with inputs, weights and states of its
+own, in one CUDA graph. So states come from the device's memory and not from its cache, as they do behind the weights of
+a whole model, and the few microseconds that a graph's replay costs are shared by all layers.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +43,13 @@ def decode_inputs(rule: str, batch: int, heads: int, width: int, dtype: torch.dt
         tensors |= {"decay_logit": normal(batch, heads).to(dtype), "A_log": normal(heads), "dt_bias": normal(heads) - 2}
         tensors["output_gate"] = normal(batch, heads, width).to(dtype)
     return {name: x.to(device) for name, x in tensors.items()}
+
+
+def layers(tensors: dict[str, Tensor], least: int) -> list[dict[str, Tensor]]:
+    """Copies of a step's inputs for as many layers: `least`, or more until the states fill the L2 cache twice."""
+    device, state = tensors["state"].device, tensors["state"].nbytes
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    return [{name: x.clone() for name, x in tensors.items()} for _ in range(max(least, -(-2 * cache // state)))]
 
 
 def truth(rule: str, tensors: dict[str, Tensor]) -> Tensor:
@@ -93,13 +105,14 @@ def _fla_step(x: dict[str, Tensor]) -> Step:
     norm = RMSNorm(V, eps=1e-6, dtype=torch.float32).to(device)
     norm.weight.data.copy_(x["norm_weight"])
     state, logit = x["state"], x["beta_logit"].unsqueeze(1)
+    cache = {}  # holds the new state, which its op writes to a tensor of its own, until the next call
 
     def step() -> Tensor:
         q, k, v = (
             module(token, cache=past, output_final_state=True)[0].unflatten(-1, (H, -1))
             for module, token, past in zip(convolutions, tokens, states, strict=True)
         )
-        o, _ = fused_recurrent_delta_rule(
+        o, cache["state"] = fused_recurrent_delta_rule(
             q, k, v, logit.sigmoid(), initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
         )
         return norm(o)[:, 0]

@@ -26,9 +26,17 @@ class Timing:
         lower, _, upper = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
         return Timing(round(statistics.median(samples), 2), round(lower, 2), round(upper, 2), by_graph)
 
+    def per_call(self, calls: int) -> Timing:
+        """Of one call, where `calls` of them were measured together."""
+        median, lower, upper = (round(time / calls, 2) for time in (self.median, self.lower, self.upper))
+        return Timing(median, lower, upper, self.by_graph)
+
 
 def device_time(function: Callable[[], Any], repeats: int) -> Timing:
     """Time on the device alone: replays of a CUDA graph of one call, so that no launch is waited for.
+
+    A replay costs a few microseconds of its own, which matters for calls as short as a decoding step: see
+    `layer_figures`.
 
     What cannot be captured is timed by events around eager calls, with launches included where they are the limit.
     """
@@ -89,8 +97,23 @@ def peak_memory_mib(function: Callable[[], Any]) -> float:
 
 def figures(function: Callable[[], Any], repeats: int) -> dict[str, Any]:
     """A result row's columns: device and wall time, and the memory that a call adds at its peak."""
-    peak = peak_memory_mib(function)
-    wall, device = wall_time(function, repeats), device_time(function, repeats)
+    return layer_figures([function], repeats)
+
+
+def layer_figures(calls: list[Callable[[], Any]], repeats: int) -> dict[str, Any]:
+    """The columns of `figures` for one of `calls`, which follow each other as the layers of a model do.
+
+    Times are those of all of them, one CUDA graph on the device, divided by their number: the cost of a replay is
+    shared, and what one call leaves in the cache is gone before it is called again.
+    """
+
+    def everything() -> list[Any]:
+        return [call() for call in calls]
+
+    count = len(calls)
+    peak = peak_memory_mib(calls[0])
+    wall = wall_time(everything, repeats // count, max(1, 10 // count)).per_call(count)
+    device = device_time(everything, repeats).per_call(count)
     return {
         "device_us": device.median, "device_us_quartiles": [device.lower, device.upper],
         "device_by_graph": device.by_graph, "wall_us": wall.median, "wall_us_quartiles": [wall.lower, wall.upper],
