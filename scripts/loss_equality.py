@@ -2,6 +2,8 @@
 
     python -m scripts.loss_equality                    what this machine can run, on the built-in corpus
     python -m scripts.loss_equality size=340m context=2048 batch_tokens=32768 data_dir=FOLDER
+    python -m scripts.loss_equality "reference='triton, compiled, graphs'" \\
+        "variants=['triton, half micro-batches','2 processes, fsdp','2 processes, ddp']" ...        two GPUs and one
 
 Writes losses and their differences from the reference to `out`, and a plot beside it. Exit code 1 if a variant fails
 or differs by more than `tolerance`.
@@ -32,12 +34,12 @@ def main(settings: EqualitySettings) -> int:
             if isinstance(found, str):
                 failed[name] = found
                 print(f"{name:<28} {found}", flush=True)
-                if name == "reference":
+                if name == settings.reference:
                     return 1
             else:
                 losses[name] = found
                 print(f"{name:<28} loss {found[0]:.4f} to {found[-1]:.4f}", flush=True)
-    differences = equality.differences(losses)
+    differences = equality.differences(losses, settings.reference)
     kept = {name: value for name, value in to_dict(settings).items() if name not in ("out", "data_dir")}  # not places
     result = {
         "environment": describe_environment(), "settings": kept, "differences": differences, "failed": failed,

@@ -1,8 +1,8 @@
 """The same training computed in different ways: losses side by side, for `python -m scripts.loss_equality`.
 
-Each variant is a launch of train.py in its own processes, with the same seed and global batches. The first is the
-reference: one process, nothing compiled, the chunked PyTorch form. One of the others only cuts the batch differently:
-what it differs by is rounding, a yardstick for the rest.
+Each variant is a launch of train.py in its own processes, with the same seed and global batches. They are compared with
+one of them, `reference` if no other is named: one process, nothing compiled, the chunked PyTorch form. Those with half
+micro-batches only cut the batch differently, as two processes do: what they differ by is rounding, a yardstick.
 """
 
 # ruff: noqa: RUF009  (`key` returns a dataclasses.field)
@@ -14,10 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from efla_lm.benchmarks.train_speed import reason
 from efla_lm.errors import UserError
 from efla_lm.settings.fields import PATH, key
 from efla_lm.training.metrics import read_rows
@@ -30,11 +32,12 @@ VARIANTS: dict[str, tuple[int, bool, tuple[str, ...]]] = {
     "half micro-batches": (1, False, (*PLAIN, "model.backend=torch", "train.micro_tokens=${half}")),
     "compiled": (1, False, ("train.compile=true", "model.backend=torch")),
     "selective, not compiled": (1, False, (*PLAIN[:2], "train.activation_checkpointing=selective")),
-    "2 processes, fsdp": (2, False, ("parallel=fsdp", "model.backend=torch")),
-    "2 processes, ddp": (2, False, ("parallel=ddp", "model.backend=torch")),
+    "2 processes, fsdp": (2, False, ("parallel=fsdp",)),
+    "2 processes, ddp": (2, False, ("parallel=ddp",)),
     "triton": (1, True, (*PLAIN, "model.backend=triton")),
     "triton, compiled": (1, True, ("model.backend=triton", "train.cuda_graphs=off")),
     "triton, compiled, graphs": (1, True, ("model.backend=triton", "train.cuda_graphs=on")),
+    "triton, half micro-batches": (1, True, ("model.backend=triton", "train.micro_tokens=${half}")),
     "triton, states recomputed": (1, True, ("model.backend=triton_recompute",)),
 }
 
@@ -44,6 +47,8 @@ class EqualitySettings:
     """What is compared, how long, and where it goes."""
 
     variants: list[str] | None = key(None, f"of {', '.join(VARIANTS)}; null: all that this machine can run")
+    reference: str = key("reference", "the variant that the others are compared with", choices=tuple(VARIANTS))
+    at_once: int = key(1, "variants that run at the same time, one-process ones on the same GPU")
     model: str = key("efla", "option of conf/model")
     size: str = key("tiny", "option of conf/size")
     data_dir: str | None = key(None, "token files; null: the built-in corpus, prepared as `make demo` does", path=PATH)
@@ -61,7 +66,7 @@ class EqualitySettings:
         unknown = [name for name in self.variants or [] if name not in VARIANTS]
         if unknown:
             raise UserError(f"variants={unknown}: expected a list from {', '.join(VARIANTS)}")
-        for name in ("steps", "context", "limit_s", "tolerance"):
+        for name in ("steps", "context", "limit_s", "tolerance", "at_once"):
             if getattr(self, name) <= 0:
                 raise UserError(f"{name}={getattr(self, name)}: expected more than 0")
         if self.batch_tokens % (2 * self.context):
@@ -74,7 +79,7 @@ def chosen(settings: EqualitySettings, gpus: int) -> list[str]:
         name for name, (processes, gpu, _) in VARIANTS.items() if gpus >= (processes if gpus else 1) * gpu
         and not (gpus and processes > gpus)
     ]  # fmt: skip
-    return ["reference", *(name for name in names if name != "reference")]
+    return [settings.reference, *(name for name in names if name != settings.reference)]
 
 
 def command(settings: EqualitySettings, name: str, runs: Path) -> list[str]:
@@ -96,36 +101,39 @@ def command(settings: EqualitySettings, name: str, runs: Path) -> list[str]:
 
 def run(settings: EqualitySettings, names: list[str], runs: Path) -> Iterator[tuple[str, list[float] | str]]:
     """Each variant's losses, or why it has none."""
-
     end = time.monotonic() + settings.limit_s
-    for name in names:
-        left = end - time.monotonic()
-        if left < 1:
-            yield name, "not run: limit_s was over"
-            continue
-        process = subprocess.Popen(
-            command(settings, name, runs), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            printed, _ = process.communicate(timeout=left)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            yield name, "not done when limit_s was over"
-            continue
-        if process.returncode:
-            lines = [line for line in printed.splitlines() if "rror" in line]
-            yield name, (lines or printed.splitlines() or ["failed"])[-1][:300]
-            continue
-        folder = runs / name.replace(" ", "-").replace(",", "")
-        yield name, [row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
-        shutil.rmtree(folder)  # with its checkpoint and export, which are large
+    with ThreadPoolExecutor(settings.at_once) as pool:
+        found = [pool.submit(launch, settings, name, runs, end) for name in names]
+        for name, future in zip(names, found, strict=True):
+            yield name, future.result()
 
 
-def differences(losses: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """By variant: the largest and the last relative difference of its losses from the reference's."""
-    reference = losses["reference"]
+def launch(settings: EqualitySettings, name: str, runs: Path, end: float) -> list[float] | str:
+    """One variant's losses, or why it has none; it has until `end` on the monotonic clock."""
+    left = end - time.monotonic()
+    if left < 1:
+        return "not run: limit_s was over"
+    process = subprocess.Popen(
+        command(settings, name, runs), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        printed, _ = process.communicate(timeout=left)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return "not done when limit_s was over"
+    if process.returncode:
+        return reason(printed) or f"exit code {process.returncode}"
+    folder = runs / name.replace(" ", "-").replace(",", "")
+    losses = [row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+    shutil.rmtree(folder)  # with its checkpoint and export, which are large
+    return losses
+
+
+def differences(losses: dict[str, list[float]], compared_with: str) -> dict[str, dict[str, float]]:
+    """By variant: the largest and the last relative difference of its losses from those of `compared_with`."""
+    reference = losses[compared_with]
     found = {}
     for name, curve in losses.items():
         relative = [abs(a - b) / abs(b) for a, b in zip(curve, reference, strict=True)]
@@ -141,18 +149,18 @@ def plot(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(2, 1))
-    losses = result["losses"]
+    losses, compared_with = result["losses"], result["settings"]["reference"]
     for index, (name, curve) in enumerate(losses.items()):
         steps = range(1, len(curve) + 1)
         above.plot(steps, curve, label=name, linewidth=2.5 if index == 0 else 1, alpha=0.8)
-        if name != "reference":
-            relative = [abs(a - b) / abs(b) for a, b in zip(curve, losses["reference"], strict=True)]
+        if name != compared_with:
+            relative = [abs(a - b) / abs(b) for a, b in zip(curve, losses[compared_with], strict=True)]
             below.plot(steps, relative, color=f"C{index}", linewidth=1)
     about, settings = result["environment"], result["settings"]
     above.set(ylabel="loss", title=f"{settings['model']}, {settings['size']}, {settings['precision']}, "
               f"{about['gpu'] or 'CPU'}, torch {about['torch']}")  # fmt: skip
     above.legend(fontsize=7)
-    below.set(xlabel="update", ylabel="relative difference")
+    below.set(xlabel="update", ylabel=f"relative difference\nfrom {compared_with}")
     below.set_yscale("symlog", linthresh=1e-7)
     for axis in (above, below):
         axis.grid(alpha=0.3)

@@ -138,7 +138,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def reason(output: str) -> str:
     """The line of a failed process's output that says why: the last error of a traceback, cut to 300 characters."""
     lines = [re.sub(r"^\[rank\d+\]: ", "", line.strip()) for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    errors = [line for line in lines if re.match(r"[\w.]*([Ee]rror|Exception)\b", line)]
     errors = [line for line in errors if not line.startswith("torch.distributed.elastic")]  # torchrun: some rank failed
     return (errors or lines or [""])[-1][:300]
 

@@ -27,21 +27,25 @@ def run(corpus: Path, out: Path, *overrides: str) -> int:
 @pytest.mark.timeout(200)
 def test_variants_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus, out = write_corpus(tmp_path / "tokens"), tmp_path / "equality.json"
-    variants = "variants=[half micro-batches,triton]"
-    assert run(corpus, out, "precision=fp32", variants) == 1  # triton needs a GPU
+    variants = "variants=[half micro-batches,triton,'2 processes, ddp']"
+    assert run(corpus, out, "precision=fp32", variants, "at_once=2") == 1  # triton needs a GPU
     result = json.loads(out.read_text())
-    assert set(result["losses"]) == {"reference", "half micro-batches"}
+    assert list(result["losses"]) == ["reference", "half micro-batches", "2 processes, ddp"]
     assert "triton" in result["failed"]["triton"]
     assert all(len(curve) == 6 and curve[-1] < curve[0] for curve in result["losses"].values())
     assert result["differences"]["reference"] == {"largest": 0.0, "last": 0.0}
-    assert result["differences"]["half micro-batches"]["largest"] < 1e-5
+    assert all(result["differences"][name]["largest"] < 1e-5 for name in ("half micro-batches", "2 processes, ddp"))
     assert out.with_suffix(".png").stat().st_size > 0
     assert "differs by" in capsys.readouterr().out
 
 
 def test_differences_by_hand() -> None:
-    found = equality.differences({"reference": [4.0, 2.0, 1.0], "other": [4.0, 2.2, 0.95]})
-    assert found["other"] == {"largest": pytest.approx(0.1), "last": pytest.approx(0.05)}
+    losses = {"reference": [4.0, 2.0, 1.0], "other": [4.0, 2.2, 0.95]}
+    assert equality.differences(losses, "reference")["other"] == {
+        "largest": pytest.approx(0.1),
+        "last": pytest.approx(0.05),
+    }
+    assert equality.differences(losses, "other")["other"] == {"largest": 0.0, "last": 0.0}
 
 
 def test_choice_of_variants() -> None:
@@ -51,6 +55,7 @@ def test_choice_of_variants() -> None:
     assert one_gpu == [name for name, (processes, _, _) in VARIANTS.items() if processes == 1]
     assert two_gpus == list(VARIANTS)
     assert equality.chosen(EqualitySettings(variants=["compiled"]), 0) == ["reference", "compiled"]
+    assert equality.chosen(EqualitySettings(variants=["reference", "triton"], reference="triton"), 1)[0] == "triton"
     with pytest.raises(UserError, match="variants="):
         EqualitySettings(variants=["jit"]).validate()
 
@@ -61,5 +66,5 @@ def test_launches_are_train_pys(name: str, tmp_path: Path) -> None:
     command = equality.command(EqualitySettings(), name, tmp_path)
     composed = compose("train", command[command.index(str(equality.ROOT / "train.py")) + 1 :], TrainSettings)
     assert (composed.train.batch_tokens, composed.data.context, composed.seed) == (2048, 64, 42)
-    assert composed.train.micro_tokens == (1024 if name == "half micro-batches" else 2048)
+    assert composed.train.micro_tokens == (1024 if "half micro-batches" in name else 2048)
     assert ("torch.distributed.run" in command) == (VARIANTS[name][0] > 1)
