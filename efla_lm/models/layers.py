@@ -20,12 +20,21 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+    def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+        """x [..., inputs]; with `gain`, [inputs] or [n] for each n of them in turn, y = x (W diag(gain))^T: what
+        `RMSNorm.apart` leaves to do."""
+        weight = self.weight
+        if gain is not None:
+            weight = (weight.unflatten(1, (-1, gain.numel())) * gain).flatten(1)
+        return F.linear(x, weight.to(x.dtype))
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    A norm whose result goes into linear maps alone is used by `apart`: the weight's gradient is then a sum over their
+    weights, where it would be another pass over all tokens.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -35,6 +44,13 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # torch computes the statistics of 16-bit inputs in fp32 itself.
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+    def apart(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(y, gain) for `Linear`: y * gain is the norm's result. Without gradients it is y itself, and gain None: to
+        scale W would cost a single token more than to scale it."""
+        if not torch.is_grad_enabled():
+            return self(x), None
+        return F.rms_norm(x, self.weight.shape, None, self.eps), self.weight
 
 
 class GatedRMSNorm(nn.Module):
@@ -53,11 +69,20 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x and gate: [..., size]."""
+        return self._normed(x, gate, self.weight)
+
+    def apart(self, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `RMSNorm.apart`."""
+        if not torch.is_grad_enabled():
+            return self(x, gate), None
+        return self._normed(x, gate, None), self.weight
+
+    def _normed(self, x: Tensor, gate: Tensor, weight: Tensor | None) -> Tensor:
         dtype = x.dtype
         gate = F.silu(gate.float())
         x = x.float() * gate if self.gate_first else x.float()
         x = F.rms_norm(x.unflatten(-1, (self.groups, -1)), (x.shape[-1] // self.groups,), eps=self.eps).flatten(-2)
-        x = x * self.weight.float()
+        x = x if weight is None else x * weight.float()
         return (x if self.gate_first else x * gate).to(dtype)
 
 
@@ -70,8 +95,9 @@ class SwiGLU(nn.Module):
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size)
         self.down_proj = Linear(intermediate_size, hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj(x)
+    def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+        """x [..., hidden_size]; x and gain as `Linear` takes them."""
+        gate_up = self.gate_up_proj(x, gain)
         return efla_kernels.swiglu_linear(gate_up, self.down_proj.weight.to(x.dtype), backend=self.backend)
 
 

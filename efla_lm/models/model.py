@@ -44,9 +44,10 @@ class EflaBlock(GradientCheckpointingLayer):
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.backend)
 
     def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
-        hidden = hidden + self.mixer(self.mixer_norm(hidden), info, layer)
+        normed, gain = self.mixer_norm.apart(hidden)
+        hidden = hidden + self.mixer(normed, info, layer, gain)
         if self.mlp is not None:
-            hidden = hidden + self.mlp(self.mlp_norm(hidden))
+            hidden = hidden + self.mlp(*self.mlp_norm.apart(hidden))
         return hidden
 
 

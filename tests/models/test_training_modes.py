@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from efla_lm import EflaForCausalLM
-from efla_lm.models.layers import Decay, GatedRMSNorm, RMSNorm, ShortConvolution
+from efla_lm.models.layers import Decay, GatedRMSNorm, Linear, RMSNorm, ShortConvolution
 from efla_lm.models.mixers import Mamba2Mixer
 from tests.models.tiny import MODELS, VOCABULARY, tiny_model, tokens
 
@@ -205,3 +205,25 @@ def test_short_convolution_by_hand() -> None:
     assert torch.equal(state, x[:, 1:])
     tail, _ = layer(x[:, 2:], state=x[:, :2])
     torch.testing.assert_close(tail, y[:, 2:])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_norms_weight_may_go_into_the_product_behind_it(heads: int, gated: bool) -> None:
+    """Same results and gradients; without gradients the norm does all of it."""
+    torch.manual_seed(0)
+    norm = (GatedRMSNorm if gated else RMSNorm)(8, 1e-6).double()
+    linear = Linear(heads * 8, 5).double()
+    torch.nn.init.normal_(norm.weight)
+    inputs = [torch.randn(2, 7, heads, 8, dtype=torch.float64, requires_grad=True) for _ in range(1 + gated)]
+    leaves = [*inputs, norm.weight, linear.weight]
+    dy = torch.randn(2, 7, 5, dtype=torch.float64)
+    y, gain = norm.apart(*inputs)
+    assert gain is norm.weight
+    together, apart = linear(norm(*inputs).flatten(2)), linear(y.flatten(2), gain)
+    torch.testing.assert_close(apart, together)
+    for got, expected in zip(*(torch.autograd.grad(x, leaves, dy) for x in (apart, together)), strict=True):
+        torch.testing.assert_close(got, expected)
+    with torch.no_grad():
+        y, gain = norm.apart(*inputs)
+        assert gain is None and torch.equal(y, norm(*inputs))

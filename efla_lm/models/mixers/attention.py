@@ -24,11 +24,14 @@ class AttentionMixer(nn.Module):
         self.qkv_proj = Linear(config.hidden_size, 3 * config.key_size)
         self.o_proj = Linear(config.key_size, config.hidden_size)
 
-    def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
-        """hidden [B, T, hidden_size] -> the same; reads and extends the keys and values of `layer` if there is one."""
+    def forward(
+        self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None, gain: Tensor | None = None
+    ) -> Tensor:
+        """hidden [B, T, hidden_size] (times `gain`, see `Linear`) -> the same; reads and extends the keys and values of
+        `layer` if there is one."""
         if info.rotary is None:
             raise ValueError("attention needs SequenceInfo.for_attention(...)")
-        q, k, v = self.qkv_proj(hidden).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
+        q, k, v = self.qkv_proj(hidden, gain).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
         q, k = rotate(q, info.rotary), rotate(k, info.rotary)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if layer is not None:

@@ -52,17 +52,20 @@ class DeltaMixer(nn.Module):
             self.o_norm = GatedRMSNorm(config.head_dim, config.norm_eps)
         self.o_proj = Linear(width, hidden)
 
-    def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
-        """hidden [B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
+    def forward(
+        self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None, gain: Tensor | None = None
+    ) -> Tensor:
+        """hidden [B, T, hidden_size] (times `gain`, see `Linear`) -> the same; reads and replaces the states of `layer`
+        when there is one."""
         x = info.hide_padding(hidden)
         if layer is not None and self._decodes(x, info, layer):
             return self._decode(x[:, 0], layer).unsqueeze(1)
-        *qkv, conv_state = self.qkv_conv(self.qkv_proj(x), None if layer is None else layer.conv, info)
+        *qkv, conv_state = self.qkv_conv(self.qkv_proj(x, gain), None if layer is None else layer.conv, info)
         # The convolution carries tokens into padding on their right: k = v = 0 there keeps the state as it is.
         q, k, v = (info.hide_padding(part).unflatten(-1, (self.heads, self.head_dim)) for part in qkv)
-        gates = [self.b_proj(x)]
+        gates = [self.b_proj(x, gain)]
         if self.decay is not None:
-            gates.append(info.hide_padding(self.decay(self.a_proj(x))))  # log g = 0: padding does not decay
+            gates.append(info.hide_padding(self.decay(self.a_proj(x, gain))))  # log g = 0: padding does not decay
         o, state = self.rule(
             q, k, v, *gates,
             initial_state=None if layer is None else layer.state,
@@ -72,11 +75,9 @@ class DeltaMixer(nn.Module):
         )  # fmt: skip
         if layer is not None:
             layer.conv, layer.state = conv_state.clone(), state
-        if self.g_proj is None:
-            o = self.o_norm(o)
-        else:
-            o = self.o_norm(o, self.g_proj(x).unflatten(-1, (self.heads, self.head_dim)))
-        return self.o_proj(o.flatten(2))
+        gate = [] if self.g_proj is None else [self.g_proj(x, gain).unflatten(-1, (self.heads, self.head_dim))]
+        o, o_gain = self.o_norm.apart(o, *gate)
+        return self.o_proj(o.flatten(2), o_gain)
 
     def _decodes(self, x: Tensor, info: SequenceInfo, layer: LayerState) -> bool:
         """Whether this pass is one token per sequence that the fused step may serve: no gradient, nothing masked."""

@@ -37,9 +37,12 @@ class Mamba2Mixer(nn.Module):
         self.out_proj = Linear(self.inner, config.hidden_size)
         self.out_proj.init_scale = config.num_hidden_layers**-0.5  # as published: residual outputs start smaller
 
-    def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
-        """hidden [B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
-        projected = self.in_proj(info.hide_padding(hidden))
+    def forward(
+        self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None, gain: Tensor | None = None
+    ) -> Tensor:
+        """hidden [B, T, hidden_size] (times `gain`, see `Linear`) -> the same; reads and replaces the states of `layer`
+        when there is one."""
+        projected = self.in_proj(info.hide_padding(hidden), gain)
         z, xbc, dt = projected.split((self.inner, self.conv_size, self.heads), dim=-1)
         x, B, C, conv_state = self.conv(xbc, None if layer is None else layer.conv, info)
         x = x.unflatten(-1, (self.heads, self.head_dim))
@@ -61,7 +64,7 @@ class Mamba2Mixer(nn.Module):
         )  # fmt: skip
         if layer is not None:
             layer.conv, layer.state = conv_state.clone(), state
-        return self.out_proj(self.norm(y.flatten(2), z))
+        return self.out_proj(*self.norm.apart(y.flatten(2), z))
 
     def _decodes(self, x: Tensor, info: SequenceInfo) -> bool:
         """Whether this pass is one token per sequence that the fused step may serve: no gradient, nothing masked."""
