@@ -147,6 +147,9 @@ def accelerator_rows(full: bool = False) -> list[Row]:
     for size in (64, 256):
         step = DecodeCase("gated_efla", key_width=size, value_width=size)
         rows.append(Row(f"gated_efla bf16 decode {size}x{size}", step, group="decode widths"))
+    for K, V in ((128, 128), (64, 128), (256, 64), (72, 100)):  # more programs than multiprocessors
+        step = DecodeCase("gated_efla", batch=64, key_width=K, value_width=V)
+        rows.append(Row(f"gated_efla bf16 decode {K}x{V}, batch 64", step, group="decode batches"))
     for op in ("efla", "gated_efla"):
         again = _row("states computed again", Case(op), FIVE)
         split = _row("states computed again, split, 1x4133", Case(op, tokens=4133, heads=1))

@@ -151,9 +151,10 @@ def test_decoding_steps_in_a_cuda_graph(rule: str, dtype: torch.dtype) -> None:
     assert truth(rule, decode_inputs(rule, 3, 4, 128, dtype, "cuda")).isfinite().all()
 
 
-@pytest.mark.parametrize("width", [64, 256])
-def test_decoding_at_other_widths(width: int) -> None:
-    x = decode_inputs("gated_efla", 2, 3, width, BF16, "cuda")
+@pytest.mark.parametrize("batch", [2, 64])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_decoding_at_other_widths_and_batches(width: int, batch: int) -> None:
+    x = decode_inputs("gated_efla", batch, 3, width, BF16, "cuda")
     expected = truth("gated_efla", x)
     got = efla_kernels.decode_step("gated_efla", **x, backend="triton")
     assert (got - expected).norm() <= 1e-2 * expected.norm()

@@ -17,10 +17,23 @@ from tests.kernels.decode_inputs import RULES, decode_inputs
 assert ops.interpreted(), "these tests need TRITON_INTERPRET=1"
 
 
+SHAPES: tuple[dict[str, int], ...] = (
+    {},
+    {"key_width": 24, "value_width": 40, "taps": 3},
+    {"key_width": 256, "value_width": 128},
+    {"key_width": 16, "value_width": 200, "taps": 2},
+)
+
+
+@pytest.mark.parametrize("processors", [0, 132])
 @pytest.mark.parametrize("gated_norm", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_kernel_equals_the_pytorch_form(rule: str, gated_norm: bool) -> None:
-    for shape in ({}, {"key_width": 24, "value_width": 40, "taps": 3}, {"key_width": 256, "value_width": 128}):
+def test_kernel_equals_the_pytorch_form(
+    monkeypatch: pytest.MonkeyPatch, rule: str, gated_norm: bool, processors: int
+) -> None:
+    """In the blocks of few programs, and in those of more programs than there are multiprocessors."""
+    monkeypatch.setattr(decode, "PROCESSORS", processors)
+    for shape in SHAPES:
         results = []
         for backend in ("torch", "triton"):
             tensors, options = decode_inputs(rule, gated_norm, **shape)
