@@ -63,6 +63,7 @@ def show(path: Path) -> None:
     """Print a result file's table and draw its plot beside it."""
     result = files.load(path, "size")
     print(train_report.markdown(result))
+    print(train_report.forecast_table(path, result))
     train_report.plot(result, path.with_suffix(".png"))
     print(f"plot: {path.with_suffix('.png')}")
 

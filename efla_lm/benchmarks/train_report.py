@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from efla_lm.benchmarks.train_forecast import forecasts, off_by
+
 LABELS = {
     "efla": "EFLA", "gated_efla": "Gated EFLA", "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet",
     "mamba2": "Mamba-2", "transformer": "Transformer",
@@ -56,6 +58,26 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def forecast_table(path: Path, result: dict[str, Any]) -> str:
+    """What `scripts.plan` says of each point of ours beside what was measured; empty where it knows no such device."""
+    found = forecasts(path, result)
+    if not found:
+        return ""
+    lines = [
+        "Forecast by `scripts.plan` and by how much it is above what was measured; speed without the row itself.", "",
+        "| | | | GiB | forecast | | tokens/s | forecast | its time | it goes by |", "|---" * 10 + "|",
+    ]  # fmt: skip
+    for entry in found:
+        row = entry["row"]
+        memory = f"{row['peak_gib']:.1f} | {entry['peak_gib']:.1f} | {off_by(entry['peak_gib'], row['peak_gib'])}"
+        speed = f"{row['tokens_per_second']:,.0f} | {entry['rate']:,.0f}"
+        time = off_by(row["tokens_per_second"], entry["rate"])
+        lines.append(
+            f"| {row['size']} | {name(row)} | {shape(row)} | {memory} | {speed} | {time} | {entry['source']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def cell(row: Row) -> str:
     """Thousands of tokens per second, MFU, peak memory and start-up of a point."""
     mfu = "" if row["mfu"] is None else f", {row['mfu']:.2f}"
@@ -64,7 +86,8 @@ def cell(row: Row) -> str:
 
 
 def ratio_lines(rows: list[Row]) -> list[str]:
-    """Ours against fla's DeltaNet where both ran at one size: speed, memory, start-up; and against our EFLA."""
+    """Ours against fla's DeltaNet where both ran at one size: speed, memory, start-up; against our EFLA; and several
+    GPUs against one, with the time when nothing but communication runs, or nothing at all, where it was traced."""
     lines = []
     base = {shape(r): r for r in rows if (r["model"], r["impl"]) == BASELINE}
     efla = {shape(r): r for r in rows if (r["model"], r["impl"], r["options"]) == ("efla", "efla_lm", [])}
@@ -78,9 +101,24 @@ def ratio_lines(rows: list[Row]) -> list[str]:
             parts.append(f"{speed:.2f}x fla's DeltaNet with {memory:.2f} of its memory and {start:.2f} of its start-up")
         if (ours := efla.get(shape(row))) is not None and row is not ours:
             parts.append(f"{row['tokens_per_second'] / ours['tokens_per_second']:.3f} of EFLA's speed")
+        one = [r for r in rows if (r["gpus"], point(r)) == (1, point(row))]
+        if row["gpus"] > 1 and one:
+            each = row["tokens_per_second"] / row["gpus"] / one[0]["tokens_per_second"]
+            where = row.get("where")
+            traced = where and (
+                f", of {where['span']:.1f} ms traced {where['exposed communication']:.1f} communication alone and "
+                f"{where['idle']:.1f} nothing"
+            )
+            parts.append(f"{each:.3f} of one GPU's speed each, {row['peak_gib']:.1f} GiB each{traced or ''}")
         if parts:
             lines.append(f"- {name(row)} {shape(row)}: {'; '.join(parts)}")
     return lines
+
+
+def point(row: Row) -> tuple[Any, ...]:
+    """What a device does in a point, whatever the others do."""
+    options = [option for option in row["options"] if not option.startswith("parallel.")]
+    return row["model"], row["size"], row["impl"], row["batch"], row["tokens"], options
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

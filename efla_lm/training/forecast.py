@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from efla_lm.errors import UserError
@@ -42,8 +43,10 @@ def forecast(
     efficiency: float = 0.95,
     margin: float = 0.08,
     done_tokens: int = 0,
+    rows: Sequence[measured.Row] | None = None,
 ) -> Forecast:
-    """Work out a recipe on `gpus` devices of the kind `gpu` (see `cost.GPUS`); `done_tokens` lie behind already.
+    """Work out a recipe on `gpus` devices of the kind `gpu` (see `cost.GPUS`); `done_tokens` lie behind already. rows:
+    the measurements of speed to go by; None: those under docs/results.
 
     Raises:
         UserError: sizes that do not fit together, as train.py would say.
@@ -90,6 +93,7 @@ def forecast(
         flops_per_token=flops_per_token(config, budget.context),
         mfu=mfu,
         checkpointing=kept == "full",
+        rows=rows,
     )
     left = max(0, budget.total_tokens - done_tokens)
     return Forecast(

@@ -10,6 +10,7 @@ name (`throughput_h200.json`).
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from efla_lm.errors import UserError
 from efla_lm.training.cost import GPUS
 
+Row = dict[str, Any]
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 OURS = ("efla_lm", "efla-lm", "ours")
 ASSUMED_MFU = 0.40
@@ -41,27 +43,32 @@ def device_speed(
     flops_per_token: float,
     mfu: float | None = None,
     checkpointing: bool = False,
+    rows: Sequence[Row] | None = None,
     folder: Path = RESULTS,
 ) -> Speed:
     """Speed of `model` at `size` on a device that takes `micro_tokens` at once, in windows of `context`.
 
-    In this order: the given `mfu`; a measurement of this model, size and GPU (of the nearest micro-batch and context);
-    the MFU that this model and size reached on another GPU; an assumed MFU. Activation checkpointing computes the
-    forward pass twice, 4/3 of the work.
+    In this order: the given `mfu`; a measurement of this model, size and GPU (on one GPU before several, of the nearest
+    micro-batch and context); the MFU that this model and size reached on another GPU; an assumed MFU. Activation
+    checkpointing computes the forward pass twice, 4/3 of the work. rows: the measurements to go by (`rows_of`); None:
+    those of all files in `folder`.
     """
     slower = 3 / 4 if checkpointing else 1.0
     peak = GPUS[gpu].peak_flops
     if mfu is not None:
         return Speed(slower * mfu * peak / flops_per_token, f"assumed: the given mfu={mfu:g}", False)
-    rows = [row for row in read_rows(folder) if (row["model"], row["size"]) == (model, size)]
-    rows = [row for row in rows if row["impl"] in OURS]
-    for same_gpu in (True, False):
-        near = [row for row in rows if _same(row["gpu"], gpu) == same_gpu and (same_gpu or row.get("mfu"))]
+    rows = read_rows(folder) if rows is None else rows
+    rows = [row for row in rows if (row["model"], row["size"]) == (model, size) and row["impl"] in OURS]
+    for here in (True, False):
+        near = [row for row in rows if same_gpu(row["gpu"], gpu) == here and (here or row.get("mfu"))]
         if not near:
             continue
-        row = min(near, key=lambda r: (abs(r["batch"] * r["tokens"] - micro_tokens), abs(r["tokens"] - context)))
+        row = min(
+            near,
+            key=lambda r: (r["gpus"] > 1, abs(r["batch"] * r["tokens"] - micro_tokens), abs(r["tokens"] - context)),
+        )
         shape = f"{row['file']}: {row['batch']} x {row['tokens']} on {row['gpus']} x {row['gpu']}"
-        if same_gpu:
+        if here:
             rate = row["tokens_per_second"] / row["gpus"]
             return Speed(slower * rate, f"measured, {shape}", not checkpointing)
         source = f"assumed: the MFU {row['mfu']:.2f} measured in {shape}"
@@ -73,31 +80,35 @@ def device_speed(
     )
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """All rows of the throughput files, each with its `file` and `gpu`.
+def read_rows(folder: Path) -> list[Row]:
+    """The rows of all throughput files in `folder`: `rows_of` each."""
+    return [row for path in sorted(folder.glob("throughput_*.json")) for row in rows_of(path)]
+
+
+def rows_of(path: Path) -> list[Row]:
+    """The rows of a throughput file that a forecast goes by, each with its `file` and `gpu`.
 
     Raises:
-        UserError: a file is not what the module says.
+        UserError: the file is not what the module says.
     """
-    found: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("throughput_*.json")):
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            rows, about = (content, {}) if isinstance(content, list) else (content["rows"], content)
-            for row in rows:
-                gpu = row.get("gpu") or about.get("gpu") or path.stem.removeprefix("throughput_")
-                fields = ("model", "size", "impl", "batch", "tokens", "gpus", "tokens_per_second")
-                if row.get("options"):  # not the recipe's defaults
-                    continue
-                if all(row.get(name) is not None for name in fields):  # a model that did not run has a row too
-                    mfu = row.get("mfu_with_mixing") or row.get("mfu")
-                    found.append({**row, "mfu": mfu, "gpu": str(gpu), "file": path.name})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is not a table of throughput ({type(error).__name__}: {error})") from error
+    found: list[Row] = []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows, about = (content, {}) if isinstance(content, list) else (content["rows"], content)
+        for row in rows:
+            gpu = row.get("gpu") or about.get("gpu") or path.stem.removeprefix("throughput_")
+            fields = ("model", "size", "impl", "batch", "tokens", "gpus", "tokens_per_second")
+            if row.get("options"):  # not the recipe's defaults
+                continue
+            if all(row.get(name) is not None for name in fields):  # a model that did not run has a row too
+                mfu = row.get("mfu_with_mixing") or row.get("mfu")
+                found.append({**row, "mfu": mfu, "gpu": str(gpu), "file": path.name})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not a table of throughput ({type(error).__name__}: {error})") from error
     return found
 
 
-def _same(measured: str, gpu: str) -> bool:
+def same_gpu(measured: str, gpu: str) -> bool:
     """`NVIDIA H200`, `h200` and `h200-141gb` are the same; memory sizes are compared where both name one."""
     kind, _, memory = gpu.partition("-")
     text = measured.lower().replace(" ", "")

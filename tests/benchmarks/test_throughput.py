@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from efla_lm.benchmarks import train_report, train_speed
+from efla_lm.benchmarks import train_forecast, train_report, train_speed
 from efla_lm.benchmarks.train_point import Point, measure
 from efla_lm.benchmarks.train_settings import ThroughputSettings
 from efla_lm.errors import UserError
@@ -152,6 +152,26 @@ def test_report(tmp_path: Path) -> None:
     assert "- 340m Transformer (fla) 8x2048: ImportError: flash-attn" in text
     train_report.plot(made_up(), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+def test_report_of_several_gpus_and_the_forecast(tmp_path: Path) -> None:
+    """Speed of each GPU beside one GPU's, whatever the sum's option; the forecast leaves the row itself out."""
+    result = made_up() | {"settings": {"vocab_size": 32000}}
+    efla = result["rows"][0]
+    where = {"span": 220.0, "idle": 2.0, "exposed communication": 3.5}
+    two = {"gpus": 2, "parallel": "ddp", "tokens_per_second": 304e3, "options": ["parallel.overlap=false"]}
+    result["rows"] = [efla, efla | two | {"where": where}]
+    text = train_report.markdown(result)
+    assert "2 GPUs ddp: 0.950 of one GPU's speed each, 9.6 GiB each, of 220.0 ms traced 3.5 communication" in text
+    path = tmp_path / "throughput_h200.json"
+    path.write_text(json.dumps(result))
+    one, both = train_forecast.forecasts(path, result)
+    assert "assumed: MFU 0.4" in one["source"] and both["source"].endswith("8 x 2048 on 1 x NVIDIA H200")
+    assert both["rate"] == pytest.approx(2 * 0.95 * 160e3)
+    assert one["peak_gib"] == both["peak_gib"] == pytest.approx(16.4, abs=0.5)  # each holds all
+    table = train_report.forecast_table(path, result)
+    assert "| 304,000 | 304,000 | +0 % |" in table
+    assert train_report.forecast_table(path, result | {"gpu": None}) == ""
 
 
 def test_the_forecast_reads_the_file(tmp_path: Path) -> None:

@@ -228,6 +228,16 @@ def test_a_measurement_of_the_nearest_micro_batch_is_taken(wrapped: bool, tmp_pa
     assert speed(tmp_path, checkpointing=True).tokens_per_second == pytest.approx(112.5e3)
 
 
+def test_one_gpu_is_measured_better_than_several(tmp_path: Path) -> None:
+    """What several lose to each other is `efficiency`, which is not to be counted twice."""
+    path = tmp_path / "throughput_h200.json"
+    path.write_text(json.dumps([ROWS[0] | {"gpus": 2, "batch": 8}, ROWS[1]]))
+    assert speed(tmp_path).tokens_per_second == ROWS[1]["tokens_per_second"]
+    two = measured.rows_of(path)[:1]
+    only = measured.device_speed("efla", "340m", "h200-141gb", micro_tokens=1, context=1, flops_per_token=1, rows=two)
+    assert only.tokens_per_second == ROWS[0]["tokens_per_second"] / 2
+
+
 def test_what_is_assumed_is_called_so(tmp_path: Path) -> None:
     (tmp_path / "throughput_h200.json").write_text(json.dumps(ROWS))
     other_gpu = speed(tmp_path, "a100-80gb")
