@@ -39,7 +39,7 @@ class ThroughputSettings:
     profile: int = key(0, "updates traced after the clock; the row's `where` has milliseconds per update by kind")
     caches: str = key(
         "empty",
-        "empty: each point compiles from nothing, as on a new machine; kept: one set of caches for all points",
+        "empty: each point compiles from nothing, as on a new machine; kept: this machine's caches are used, added to",
         choices=("empty", "kept"),
     )
     limit_s: int = key(240, "seconds after which a point is given up")

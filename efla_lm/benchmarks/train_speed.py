@@ -90,14 +90,14 @@ def run_all(settings: ThroughputSettings, held: Mapping[tuple[Any, ...], Row]) -
                 left = min(left, int(settings.budget_s - (time.monotonic() - begin)))
                 if left < 1:
                     return
-            caches = Path(folder) / ("caches" if settings.caches == "kept" else f"caches-{number}")
+            caches = None if settings.caches == "kept" else Path(folder) / f"caches-{number}"
             place = Path(folder) / f"point-{number}"
             place.mkdir()
             yield plan.row() | {"caches": settings.caches} | run(plan, settings, data_dir, place, caches, left)
 
 
 def run(
-    plan: Plan, settings: ThroughputSettings, data_dir: Path, place: Path, caches: Path, limit_s: float
+    plan: Plan, settings: ThroughputSettings, data_dir: Path, place: Path, caches: Path | None, limit_s: float
 ) -> dict[str, Any]:
     """The figures of one point, or {"skipped": why}."""
     point = asdict(plan)
@@ -143,8 +143,10 @@ def reason(output: str) -> str:
     return (errors or lines or [""])[-1][:300]
 
 
-def cache_environment(caches: Path) -> dict[str, str]:
-    """The environment with all compilers' caches under `caches`."""
+def cache_environment(caches: Path | None) -> dict[str, str]:
+    """The environment with all compilers' caches under `caches`; None: where they are."""
+    if caches is None:
+        return dict(os.environ)
     places = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
     return {**os.environ, **{name: str(caches / folder) for name, folder in places.items()}}
 
