@@ -4,8 +4,8 @@ Measurements of untrained models, for which the work is the same as for trained 
 * `full`: `eval.py tasks=paper` on an EFLA, from start to end of the command; with gpus=N also `several`: the same on N
   processes that share the documents, how much faster, and whether the numbers are those of one process;
 * `comparison`: the first `limit` documents of each task, our evaluation of an EFLA and of fla's DeltaNet beside
-  lm-eval's stock `hf` model over the same DeltaNet, tokenising included; each runs twice, and the second run counts:
-  the first compiles and tunes fla's kernels, which takes minutes (TRITON_CACHE_DIR keeps what was compiled).
+  lm-eval's stock `hf` model over the same DeltaNet, tokenising included; with `warm` each task runs twice and the
+  second run counts, else once with everything that a command compiles and tunes on its way.
 The result file is written after every part, so that what is measured stays if a later part fails.
 """
 
@@ -129,34 +129,32 @@ def beside_one(several: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
 def compare(
     settings: EvalSpeedSettings, model: EflaForCausalLM, config: EflaConfig, tokenizer: Any, device: Any
 ) -> Iterator[dict[str, Any]]:
-    """Seconds on the first documents of each task, by implementation, and the ratio to the stock model.
-
-    Yields what is known, after each implementation.
-    """
+    """Seconds by task and implementation, their sums, and the ratios to the stock model; yields after every task."""
     from efla_lm.evaluation import speed
 
     task_sets = speed.tasks(TASKS, tokenizer, Path(settings.local_dir) if settings.local_dir else None)
-    found: dict[str, Any] = {"limit": settings.limit, "stock_batch_size": settings.stock_batch_size}
     checkpoints.place(model, settings.dtype, device)
-    found["ours_efla"] = speed.ours(model, tokenizer, CONTEXT, task_sets, settings.limit)
-    print(f"ours over EFLA: {found['ours_efla']['seconds']:.1f} s", flush=True)
-    yield found
-    if not settings.stock:
-        return
-    model.cpu()
-    shape = (config.vocab_size, config.hidden_size, config.num_heads, config.num_hidden_layers)
-    theirs = checkpoints.place(speed.fla_delta_net(*shape, CONTEXT).eval(), settings.dtype, device)
-    arguments = (theirs, tokenizer, CONTEXT, task_sets, settings.limit)
-    found["stock_fla_deltanet"] = speed.stock(*arguments, settings.stock_batch_size)
-    stock_seconds = found["stock_fla_deltanet"]["seconds"]
-    print(f"stock over fla's DeltaNet: {stock_seconds:.1f} s", flush=True)
-    found["times_faster"] = {"ours_efla": round(stock_seconds / found["ours_efla"]["seconds"], 2)}
-    yield found
-    found["ours_fla_deltanet"] = speed.ours(*arguments)
-    print(f"ours over fla's DeltaNet: {found['ours_fla_deltanet']['seconds']:.1f} s", flush=True)
-    found["times_faster"]["ours_fla_deltanet"] = round(stock_seconds / found["ours_fla_deltanet"]["seconds"], 2)
-    print(f"times faster than stock: {found['times_faster']}", flush=True)
-    yield found
+    runs = {"ours_efla": speed.ours(model, tokenizer, CONTEXT)}
+    if settings.stock:
+        shape = (config.vocab_size, config.hidden_size, config.num_heads, config.num_hidden_layers)
+        theirs = checkpoints.place(speed.fla_delta_net(*shape, CONTEXT).eval(), settings.dtype, device)
+        runs["stock_fla_deltanet"] = speed.stock(theirs, tokenizer, CONTEXT, settings.stock_batch_size)
+        runs["ours_fla_deltanet"] = speed.ours(theirs, tokenizer, CONTEXT)
+    tasks: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {
+        "limit": settings.limit, "warm": settings.warm, "stock_batch_size": settings.stock_batch_size, "tasks": tasks,
+    }  # fmt: skip
+    for name, task_set in zip(TASKS, task_sets, strict=True):
+        tasks[name] = {impl: speed.timed(run, task_set, settings.limit, settings.warm) for impl, run in runs.items()}
+        line = ", ".join(f"{impl} {row['seconds']:.1f} s" for impl, row in tasks[name].items())
+        print(f"{name}: {line}", flush=True)
+        totals = {impl: round(sum(task[impl]["seconds"] for task in tasks.values()), 3) for impl in runs}
+        found["seconds"] = totals
+        if settings.stock:
+            peer = totals["stock_fla_deltanet"]
+            found["times_faster"] = {i: round(peer / t, 2) for i, t in totals.items() if i.startswith("ours")}
+        yield found
+    print(f"seconds: {found['seconds']}, times faster than stock: {found.get('times_faster')}", flush=True)
 
 
 def device_name(device: Any) -> str:

@@ -95,7 +95,8 @@ class EvalSpeedSettings:
     full_limit: int | None = key(None, "first documents of each task that `full` takes; null: all")
     gpus: int = key(1, "more than one: time eval.py on so many processes too, a GPU each, beside one: speed, numbers")
     stock: bool = key(True, "time lm-eval's stock model over fla's DeltaNet beside ours (needs a GPU and fla)")
-    limit: int = key(100, "documents per task of the comparison")
+    limit: int | None = key(None, "first documents of each task that the comparison takes; null: all")
+    warm: bool = key(True, "the comparison runs each task twice and counts the second; false: once, with compilation")
     stock_batch_size: int = key(64, "rows per batch of the stock model (its own default is 1)")
     out: str = key("results/eval_speed.json", "result file", path=PATH)
 

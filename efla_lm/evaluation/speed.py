@@ -17,6 +17,8 @@ from efla_lm.evaluation.scoring import Scorer
 from efla_lm.evaluation.tasks import TaskSet
 from efla_lm.evaluation.tokens import TokenPolicy
 
+Run = Callable[[TaskSet, int | None], dict[str, Any]]
+
 
 def fla_delta_net(vocab_size: int, hidden_size: int, num_heads: int, layers: int, context: int) -> Any:
     """An untrained DeltaNet of flash-linear-attention with its own widths, as its public configurations have them."""
@@ -41,32 +43,29 @@ def tasks(names: list[str], tokenizer: Any, folder: Path | None) -> list[TaskSet
     return found
 
 
-def ours(model: Any, tokenizer: Any, context: int, task_sets: list[TaskSet], limit: int) -> dict[str, Any]:
-    """Seconds and results of our evaluation of `limit` documents per task, cold and warm."""
+def ours(model: Any, tokenizer: Any, context: int) -> Run:
+    """Our evaluation of a task set's first documents (None: all), without resampled errors."""
     harness = HarnessLM(Scorer(model, context, "auto"), TokenPolicy(tokenizer))
-    return _twice(lambda: run_tasks(harness, task_sets, limit=limit, bootstrap=0))
+    return lambda task_set, limit: run_tasks(harness, [task_set], limit=limit, bootstrap=0)
 
 
-def stock(
-    model: Any, tokenizer: Any, context: int, task_sets: list[TaskSet], limit: int, batch_size: int
-) -> dict[str, Any]:
-    """The same of lm-eval's stock `hf` model."""
+def stock(model: Any, tokenizer: Any, context: int, batch_size: int) -> Run:
+    """The same by lm-eval's stock `hf` model."""
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=context)
-    return _twice(lambda: run_any(harness, task_sets, limit=limit))
+    return lambda task_set, limit: run_any(harness, [task_set], limit=limit)
 
 
-def _twice(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """`seconds` of the second of two equal runs: by then every batch's shape has been compiled and tuned for.
+def timed(run: Run, task_set: TaskSet, limit: int | None, warm: bool) -> dict[str, Any]:
+    """`seconds` and `results` of one run; with `warm` of the second of two equal ones, and `first_seconds`.
 
-    `first_seconds` is what a user waits for the first time; fla's kernels are tuned anew for many shapes.
+    By the second run every batch's shape has been compiled and tuned for; fla's kernels are tuned anew for many shapes.
     """
     start = time.perf_counter()
-    run()
-    between = time.perf_counter()
-    found = run()
-    return {
-        "seconds": round(time.perf_counter() - between, 3),
-        "first_seconds": round(between - start, 3),
-        "seconds_by_task": found["seconds"],
-        "results": found["results"],
-    }
+    found = run(task_set, limit)
+    first = round(time.perf_counter() - start, 3)
+    if not warm:
+        return {"seconds": first, "results": found["results"]}
+    start = time.perf_counter()
+    found = run(task_set, limit)
+    seconds = round(time.perf_counter() - start, 3)
+    return {"seconds": seconds, "first_seconds": first, "results": found["results"]}
