@@ -3,8 +3,8 @@
     h = g s u,   s = sigmoid(g);   dh = dy W,   dg = dh u s (1 + g (1 - s)),   du = dh g s,   dW = dy^T h
 
 The backward pass needs h for dW alone, and g, u and dh for the rest: one kernel reads these three and writes dg, du and
-h, six rows of F in all. torch.compile takes ten: h again from g and u, and dg and du from a kernel over [N, 2F] in
-which either half reads g and dh.
+h, in dh's place, six rows of F in all. torch.compile takes ten: h again from g and u, and dg and du from a kernel over
+[N, 2F] in which either half reads g and dh.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ def swiglu_kernel(gate_up, h, F: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def swiglu_gradient_kernel(dh, gate_up, d_gate_up, h, F: tl.constexpr, BLOCK: tl.constexpr):
-    """dh [N, F], gate_up [N, 2F] -> d_gate_up [N, 2F] and h [N, F], the same bits as the forward kernel's."""
+def swiglu_gradient_kernel(dh, gate_up, d_gate_up, F: tl.constexpr, BLOCK: tl.constexpr):
+    """dh [N, F], gate_up [N, 2F] -> d_gate_up [N, 2F], and in place of dh h, the same bits as the forward kernel's."""
     blocks: tl.constexpr = (F + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < F
-    dh = tl.load(dh + row * F + columns, mask=inside, other=0.0).to(tl.float32)
+    at = dh + row * F + columns
+    dh = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gate_up + row * (2 * F) + columns, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(gate_up + row * (2 * F) + F + columns, mask=inside, other=0.0).to(tl.float32)
     e = 1.0 + tl.exp(-g)
@@ -49,7 +50,7 @@ def swiglu_gradient_kernel(dh, gate_up, d_gate_up, h, F: tl.constexpr, BLOCK: tl
     place = d_gate_up + row * (2 * F) + columns
     tl.store(place, (dh * u * s * (1.0 + g * (1.0 - s))).to(d_gate_up.dtype.element_ty), mask=inside)
     tl.store(place + F, (dh * g * s).to(d_gate_up.dtype.element_ty), mask=inside)
-    tl.store(h + row * F + columns, (g / e * u).to(h.dtype.element_ty), mask=inside)
+    tl.store(at, (g / e * u).to(d_gate_up.dtype.element_ty), mask=inside)
 
 
 def _forward(gate_up: Tensor, weight: Tensor) -> Tensor:
@@ -61,14 +62,15 @@ def _forward(gate_up: Tensor, weight: Tensor) -> Tensor:
     return h @ weight.t()
 
 
-def _backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """(the gradient of gate_up [N, 2F], h [N, F]) from that of h."""
-    dh, gate_up = dh.contiguous(), gate_up.contiguous()
-    N, F = dh.shape
-    d_gate_up, h = torch.empty_like(gate_up), torch.empty_like(dh)
+def _backward(dy: Tensor, gate_up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate_up [N, 2F] and W [D, F]."""
+    gate_up = gate_up.contiguous()
+    h = dy @ weight  # dh until the kernel has run
+    N, F = h.shape
+    d_gate_up = torch.empty_like(gate_up)
     programs = N * triton.cdiv(F, BLOCK)
-    launch(swiglu_gradient_kernel, programs, dh, gate_up, d_gate_up, h, num_warps=WARPS, F=F, BLOCK=BLOCK)
-    return d_gate_up, h
+    launch(swiglu_gradient_kernel, programs, h, gate_up, d_gate_up, num_warps=WARPS, F=F, BLOCK=BLOCK)
+    return d_gate_up, dy.t() @ h
 
 
 swiglu_linear = torch.library.custom_op("efla_kernels::swiglu_linear", _forward, mutates_args=())
@@ -81,8 +83,8 @@ def _(gate_up, weight):
 
 
 @swiglu_backward.register_fake
-def _(dh, gate_up):
-    return gate_up.new_empty(gate_up.shape), dh.new_empty(dh.shape)
+def _(dy, gate_up, weight):
+    return gate_up.new_empty(gate_up.shape), weight.new_empty(weight.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -90,11 +92,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """The products are outside of the op, so that torch.compile sees them."""
-    gate_up, weight = ctx.saved_tensors
     backward = swiglu_backward if traced() else _backward
-    d_gate_up, h = backward(dy @ weight, gate_up)
-    return d_gate_up, dy.t() @ h
+    return backward(dy, *ctx.saved_tensors)
 
 
 project = differentiable(swiglu_linear, _forward, _setup, _gradient)
