@@ -84,7 +84,7 @@ def test_settings_of_a_point_are_train_pys(tmp_path: Path) -> None:
     plan = next(p for p in plans if (p.model, p.size) == ("mamba2", "1b3"))
     composed = compose("train", plan.overrides(tmp_path, settings), TrainSettings)
     assert composed.train.batch_tokens == 8 * 2048 * 4 and composed.train.micro_batch == 8
-    assert composed.train.steps == 8 + 5 * 4 and composed.train.tokens is None
+    assert composed.train.steps == 8 + 3 * 10 and composed.train.tokens is None
     assert composed.model.num_hidden_layers == 48 and composed.model.hidden_size == 2048
     assert composed.train.compile is False and composed.parallel.mode == "ddp"
 
