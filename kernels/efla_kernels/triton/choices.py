@@ -27,11 +27,12 @@ RAW = MODES["delta_rule"]
 
 
 class Block(NamedTuple):
-    """Columns of v per program, warps, stages of the software pipeline."""
+    """Columns of v per program, warps, stages of the software pipeline, most registers of a thread (0: no limit)."""
 
     columns: int
     warps: int
     stages: int
+    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,11 @@ def choose(K: int, V: int, dtype: torch.dtype, decays: bool) -> Choice:
         return Choice(Block(0, 4, 1), block, block, gradient, gradient, block, Block(16, 4, 2))
     if K <= 128:
         return Choice(
-            solve=Block(0, 4, 1),
+            solve=Block(0, 4, 1, 128),
             scan=Block(64, 4, 3),
             scan_backward=Block(64, 4, 3),
-            gradient_q=Block(64, 4, 2),
-            gradient_k=Block(32, 4, 3) if decays else Block(64, 4, 1),
+            gradient_q=Block(64, 4, 2, 168),
+            gradient_k=Block(64, 4, 1),
             transition=Block(64, 4, 3),
             merge=Block(16, 8, 2),
         )
@@ -114,8 +115,8 @@ class Problem:
 
     @property
     def columns(self) -> int:
-        """Of the gates' table: e, w, r, and b where there is a decay."""
-        return 4 if self.decays else 3
+        """Of the gates' table: e, w, r, b where there is a decay, and |k|^2."""
+        return 5 if self.decays else 4
 
     @property
     def narrowest(self) -> int:

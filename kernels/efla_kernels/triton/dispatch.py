@@ -10,24 +10,35 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int, num_stages: int = 3, **constants: Any) -> None:
+def launch(
+    kernel: Any,
+    programs: int,
+    *arguments: Any,
+    num_warps: int,
+    num_stages: int = 3,
+    registers: int = 0,
+    **constants: Any,
+) -> None:
     """Run a @triton.jit function over a grid of `programs`.
 
     arguments are its run-time arguments by position, all of them before the constants in its signature; tensors among
-    them are on the current device. num_stages is Triton's own default.
+    them are on the current device. num_stages is Triton's own default; registers is the most that a thread may have on
+    an NVIDIA GPU (0: the compiler's choice).
     """
-    key = (kernel, num_warps, num_stages, *constants.values(), *map(_kind, arguments))
+    key = (kernel, num_warps, num_stages, registers, *constants.values(), *map(_kind, arguments))
     found = _compiled.get(key)
     if found is not None:
         compiled, trailing = found
         compiled[programs, 1, 1](*arguments, *trailing)
         return
-    compiled = kernel[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages, **constants)
+    limit = {"maxnreg": registers} if registers and torch.version.cuda else {}
+    compiled = kernel[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages, **limit, **constants)
     if compiled is not None:  # the interpreter compiles nothing
         _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
 

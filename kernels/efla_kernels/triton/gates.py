@@ -29,6 +29,30 @@ LOWEST_LOG_DECAY = tl.constexpr(-32.0)
 
 
 @triton.jit
+def decay_pairs(x, factor, b, LATER: tl.constexpr, BOUNDED: tl.constexpr):
+    """x times factor_t exp(b_t - b_s) for pairs of a token t and an earlier one s: t runs along axis LATER of x.
+
+    b, the chunk's sums of log_decay, never grows. BOUNDED: every log_decay is -1 or more, so that the exponential may
+    be taken apart, exp(b_t - m) exp(m - b_s) with m in the middle of b's range, and no pair needs one of its own (up to
+    32 from m the argument's rounding costs 2e-6). Pairs of a later s have no meaning and may be large.
+    """
+    if BOUNDED:
+        middle = 0.5 * tl.min(b, 0)
+        later = factor * tl.exp(b - middle)
+        earlier = tl.exp(middle - b)
+        if LATER == 0:
+            return x * later[:, None] * earlier[None, :]
+        else:
+            return x * later[None, :] * earlier[:, None]  # in this order: the same numbers for a pair and its mirror
+    else:
+        x *= tl.exp(-tl.abs(b[:, None] - b[None, :]))
+        if LATER == 0:
+            return x * factor[:, None]
+        else:
+            return x * factor[None, :]
+
+
+@triton.jit
 def expm1(x):
     """exp(x) - 1 for x <= 0: a series near 0, where the difference would lose its digits."""
     series = x * (1.0 + x * (0.5 + x * (1.0 / 6 + x * (1.0 / 24 + x * (1.0 / 120 + x * (1.0 / 720))))))

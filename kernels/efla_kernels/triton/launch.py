@@ -26,7 +26,7 @@ class Saved(NamedTuple):
 
     inverse: Tensor  # T [chunks, H, C, C]
     scores: Tensor  # P [chunks, H, C, C]
-    table: Tensor  # e, w, r (and b) [chunks, H, 3 or 4, C] fp32
+    table: Tensor  # e, w, r (, b), |k|^2 [chunks, H, 4 or 5, C] fp32
     states: Tensor  # S before each chunk [chunks, H, K, V]
     solved: Tensor  # X [chunks, H, C, V]
     transitions: Tensor  # M [N, segments, H, K, K] fp32 where sequences were split
@@ -66,7 +66,8 @@ def forward(
         solve_kernel, p.chunks * p.heads,
         q, k, gate, unused if write is None else write.contiguous(), unused if decay is None else decay.contiguous(),
         *packing, inverse, scores, table, p.tokens, p.scale, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
-        MODE=p.mode, PACKED=p.packed, num_warps=choice.solve.warps, num_stages=choice.solve.stages, **p.flags(),
+        MODE=p.mode, PACKED=p.packed, num_warps=choice.solve.warps, num_stages=choice.solve.stages,
+        registers=choice.solve.registers, **p.flags(),
     )  # fmt: skip
     transitions, first_states = torch.empty(0, **fp32), torch.empty(0, **fp32)
     if p.segments > 1:
@@ -241,9 +242,10 @@ def backward(
     width, block = p.width(choice.gradient_q), choice.gradient_q
     launch(
         gradient_q_kernel, p.heads * p.chunks,
-        q, k, do, saved.scores, saved.table, saved.states, saved.solved, *packing, dq, d_scores, d_decay,
+        q, k, do, saved.table, saved.states, saved.solved, *packing, dq, d_scores, d_decay,
         p.tokens, p.scale, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
-        MODE=p.mode, PACKED=p.packed, num_warps=block.warps, num_stages=block.stages, **width, **p.flags(),
+        MODE=p.mode, PACKED=p.packed, num_warps=block.warps, num_stages=block.stages, registers=block.registers,
+        **width, **p.flags(),
     )  # fmt: skip
     width, block = p.width(choice.gradient_k), choice.gradient_k
     launch(
@@ -251,6 +253,7 @@ def backward(
         q, k, v, gate, decay, d_scores, saved.table, saved.states, saved.solved, d_states, d_solved, *packing,
         dk, d_gate, d_write, d_decay, p.tokens,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
-        MODE=p.mode, PACKED=p.packed, num_warps=block.warps, num_stages=block.stages, **width, **p.flags(),
+        MODE=p.mode, PACKED=p.packed, num_warps=block.warps, num_stages=block.stages, registers=block.registers,
+        **width, **p.flags(),
     )  # fmt: skip
     return Gradients(dq, dk, dv, d_gate, d_write, d_decay, d_initial)

@@ -65,7 +65,7 @@ def scan_backward_kernel(
     n, segment, h, column0 = scan_place(H, V, BV, SEGMENTS)
     first, length, chunk0 = sequence_span(n, T, cu_seqlens, first_chunk, PACKED)
     rows = tl.arange(0, CHUNK)
-    COLUMNS: tl.constexpr = 4 if DECAYS else 3
+    COLUMNS: tl.constexpr = 5 if DECAYS else 4
 
     start = segment * chunks_per_segment
     chunks = tl.cdiv(length, CHUNK) - start

@@ -4,7 +4,7 @@
     P_ij = r_i exp(b_i - b_j) q_i . k_j for j <= i, else 0       r = scale / sqrt(|q|^2 + 1e-6); RAW: r = scale
 
 b is log_decay summed from the chunk's start. Reads q, k and the gates; writes T and P in the operand type and the rows
-e, w, r (and b) of the table in fp32. The serial kernels then need q and k as operands only.
+e, w, r (and b), |k|^2 of the table in fp32. The serial kernels then need q and k as operands only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from efla_kernels.triton.gates import LOWEST_LOG_DECAY, NORM_EPS, RAW, coefficients
+from efla_kernels.triton.gates import GATED_EFLA, LOWEST_LOG_DECAY, NORM_EPS, RAW, coefficients, decay_pairs
 from efla_kernels.triton.tiles import CHUNK, chunk_span, load_rows
 
 BLOCK = tl.constexpr(16)  # of the diagonal, inverted by substitution; larger blocks are merged from these
@@ -76,7 +76,7 @@ def solve_kernel(
     chunk_sequence,
     inverse,  # out [chunks, H, C, C]
     scores,  # out P [chunks, H, C, C]
-    table,  # out [chunks, H, 3 or 4, C]: e, w, r, b
+    table,  # out [chunks, H, 4 or 5, C]: e, w, r, with a decay b, |k|^2 (not RAW)
     T,
     scale,
     q_token,
@@ -99,6 +99,7 @@ def solve_kernel(
         rows = tl.arange(0, CHUNK)
         inside = rows < left
         key = load_rows(k + first * k_token + h * k_head, k_token, left, K, BK, 0, DTYPE)
+        A = tl.dot(key, tl.trans(key), input_precision=PRECISION)
         at = (first + rows) * H + h
         log_decay = tl.zeros([CHUNK], tl.float32)
         if DECAYS:
@@ -107,19 +108,20 @@ def solve_kernel(
         if MODE == RAW:
             w = tl.load(write + at, mask=inside, other=0.0).to(tl.float32)
         else:
-            wide = key.to(tl.float32)
-            e, w, log_decay = coefficients(MODE, e, log_decay, tl.sum(wide * wide, 1))
+            lam = tl.sum(tl.where(rows[:, None] == rows[None, :], A, 0.0), 1)  # |k|^2, where few threads share a row
+            e, w, log_decay = coefficients(MODE, e, log_decay, lam)
             e = tl.where(inside, e, 0.0)
             w = tl.where(inside, w, 0.0)
         slot = m * H + h
-        COLUMNS: tl.constexpr = 4 if DECAYS else 3
+        COLUMNS: tl.constexpr = 5 if DECAYS else 4
         out = table + slot * COLUMNS * CHUNK + rows
         tl.store(out, e)
         tl.store(out + CHUNK, w)
+        if MODE != RAW:
+            tl.store(out + (COLUMNS - 1) * CHUNK, lam)
         below = rows[:, None] > rows[None, :]
         causal = rows[:, None] >= rows[None, :]
         tile = slot * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :]
-        A = tl.dot(key, tl.trans(key), input_precision=PRECISION) * e[:, None]
         query = load_rows(q + first * q_token + h * q_head, q_token, left, K, BK, 0, DTYPE)
         P = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         r = tl.zeros([CHUNK], tl.float32) + scale
@@ -127,13 +129,15 @@ def solve_kernel(
             wide = query.to(tl.float32)
             r = scale * tl.rsqrt(tl.sum(wide * wide, 1) + NORM_EPS)
         tl.store(out + 2 * CHUNK, r)
-        P *= r[:, None]
         if DECAYS:
+            BOUNDED: tl.constexpr = MODE == GATED_EFLA and tl.bfloat16 == DTYPE
             b = tl.cumsum(tl.maximum(log_decay, LOWEST_LOG_DECAY), 0)
             tl.store(out + 3 * CHUNK, b)
-            gamma = tl.exp(tl.where(causal, b[:, None] - b[None, :], 0.0))
-            A *= gamma
-            P *= gamma
+            A = decay_pairs(A, e, b, 0, BOUNDED)
+            P = decay_pairs(P, r, b, 0, BOUNDED)
+        else:
+            A *= e[:, None]
+            P *= r[:, None]
         tl.store(scores + tile, tl.where(causal, P, 0.0).to(DTYPE))
         A = tl.where(below, A, 0.0)
         tl.store(inverse + tile, invert_unit_lower(A, PRECISION).to(DTYPE))

@@ -49,7 +49,7 @@ def transition_kernel(
     n, segment, h, place = scan_place(H, V_BLOCKS * BV + K, BV, SEGMENTS)
     first, length, chunk0 = sequence_span(n, T, cu_seqlens, first_chunk, False)
     rows = tl.arange(0, CHUNK)
-    COLUMNS: tl.constexpr = 4 if DECAYS else 3
+    COLUMNS: tl.constexpr = 5 if DECAYS else 4
     of_state = place >= V_BLOCKS * BV  # these programs carry columns of M, the others columns of N
     column0 = tl.where(of_state, place - V_BLOCKS * BV, place)
 
