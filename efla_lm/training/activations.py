@@ -1,8 +1,9 @@
 """What a block keeps from its forward pass for its backward pass (`train.activation_checkpointing`).
 
     none        all that the backward pass reads; compiled, what torch.compile thinks best for speed
-    selective   the results of matrix products and of the mixer's op; norms, convolution, SwiGLU, gates and casts of
-                weights are computed again, most of them inside the backward pass's own kernels
+    selective   the results of matrix products and of the mixer's op; norms, convolution, gates and casts of weights
+                (and SwiGLU's activation where PyTorch has it) are computed again, most of them inside the backward
+                pass's own kernels
     products    the results of matrix products alone: the mixer's op is computed again too
     full        the block's input alone; the block is computed again, products included
 

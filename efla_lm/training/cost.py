@@ -17,10 +17,12 @@ Memory of one device in bytes, as torch counts what it has allocated:
                   b m ((L + 2) D + a)   each block's input, and one block's elements while it is recomputed
     loss          max(4 R V, b V D) + 4 V D + b m D   R = 2048 rows of logits at a time, whose gradient takes their
                   place; the head's gradient (fp32 sums, and their copy once the logits are gone), the hidden states'
-    workspace     b m (2 F + 2 D) + (b + 4) P_b       the widest gradients of one block's backward pass
+    workspace     b m (3 F + 2 D) + (b + 4) P_b       the widest gradients of one block's backward pass: those of gate,
+                  up and their product; 2 E for 3 F in Mamba-2
 
-The peak is reached in the loss (all activations, no new gradients yet) or at the end of the backward pass (all
-gradients, few activations): the larger sum is taken. What the CUDA context and fragmentation take is not in it, so
+The peak is reached in the loss (all activations, no new gradients yet), at the start of the backward pass (all
+activations, one block's gradients, the head's 4 V D) or at its end (all gradients, few activations): the largest sum is
+taken. What the CUDA context and fragmentation take is not in it, so
 that `fits` leaves a share of the device free.
 
 Speed: tokens/s of one device = MFU x peak FLOP/s / FLOPs per token (`efla_lm.models.flops_per_token`), with a measured
@@ -113,14 +115,16 @@ class Memory:
     workspace: float
     accumulates: bool
     held_at_end: float  # activations at the end of the backward pass
+    head: float  # the gradient of the head
 
     @property
     def peak(self) -> float:
         """Most bytes at once."""
         always = self.weights + self.optimizer + self.gathered
         in_loss = self.activations + self.loss + (self.gradients if self.accumulates else 0.0)
+        at_start = self.activations + self.workspace + (self.gradients if self.accumulates else self.head)
         at_end = self.gradients + self.held_at_end + self.workspace
-        return always + max(in_loss, at_end)
+        return always + max(in_loss, at_start, at_end)
 
     @property
     def peak_gib(self) -> float:
@@ -164,7 +168,7 @@ def memory(
     if whole:
         cast = b * (V * D + 2 * block) if keeping != "none" else gathered
         gathered = 0.0 if precision == "fp32" else cast
-    widest = 2 * config.intermediate_size if config.mlp else 2 * config.inner_size
+    widest = 3 * config.intermediate_size if config.mlp else 2 * config.inner_size
     return Memory(
         weights=4 * P / shards,
         optimizer=8 * P / shards,
@@ -175,6 +179,7 @@ def memory(
         workspace=b * m * (widest + 2 * D) + (b + 4) * block,
         accumulates=accumulates,
         held_at_end=float(held),
+        head=float(4 * V * D),
     )
 
 
