@@ -138,14 +138,15 @@ class Problem:
             "PRECISION": "tf32x3" if self.operand == torch.float32 else "tf32",
         }
 
-    def width(self, block: Block) -> dict[str, int]:
-        """V and its block: no wider than V needs, but never below 64 in 16-bit types unless the loop is pipelined.
+    def width(self, block: Block, inside: bool = False) -> dict[str, int]:
+        """V and its block, no wider than V needs. inside: blocks follow each other in a loop within a program.
 
-        It is not where rows that no multiple of 8 measures cannot be copied asynchronously, and where one block holds
-        all of V, so that no loop is left. Such products of 16 or 32 columns are what Triton 3.6 compiles to wrong code.
+        16-bit blocks are never below 64 columns where that loop is not pipelined: where rows that no multiple of 8
+        measures cannot be copied asynchronously, and where one block holds all of V, so that no loop is left. Such
+        products of 16 or 32 columns are what Triton 3.6 compiles to wrong code.
         """
         columns = block.columns
-        if self.key_width % 8 or self.value_width % 8 or self.value_width <= columns:
+        if self.key_width % 8 or self.value_width % 8 or (inside and self.value_width <= columns):
             columns = max(self.narrowest, columns)
         needed = max(self.narrowest, triton.next_power_of_2(self.value_width))
         return {"V": self.value_width, "BV": min(columns, needed)}

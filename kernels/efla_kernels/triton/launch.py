@@ -239,7 +239,7 @@ def backward(
     d_decay = make(gate.shape if p.decays else (0,), **fp32)
     d_scores = torch.empty_like(saved.scores)
     decay = unused if decay is None else decay.contiguous()
-    width, block = p.width(choice.gradient_q), choice.gradient_q
+    width, block = p.width(choice.gradient_q, inside=True), choice.gradient_q
     launch(
         gradient_q_kernel, p.heads * p.chunks,
         q, k, do, saved.table, saved.states, saved.solved, *packing, dq, d_scores, d_decay,
@@ -247,7 +247,7 @@ def backward(
         MODE=p.mode, PACKED=p.packed, num_warps=block.warps, num_stages=block.stages, registers=block.registers,
         **width, **p.flags(),
     )  # fmt: skip
-    width, block = p.width(choice.gradient_k), choice.gradient_k
+    width, block = p.width(choice.gradient_k, inside=True), choice.gradient_k
     launch(
         gradient_k_kernel, p.heads * p.chunks,
         q, k, v, gate, decay, d_scores, saved.table, saved.states, saved.solved, d_states, d_solved, *packing,
