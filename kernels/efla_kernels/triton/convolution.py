@@ -61,7 +61,7 @@ def _forward(
     strips, programs, flags = _flags(FORWARD, B, T, widths, weight.shape[1])
     convolution_kernel[(programs * flags["BLOCKS"],)](
         x, weight, weight if bias is None else bias, x if state is None else state.contiguous(),
-        x if starts is None else starts, *_three(parts), T, strips, x.stride(1),
+        x if starts is None else starts, *_three(parts), T, strips, stride=x.stride(1),
         BIAS=bias is not None, STATE=state is not None, PACKED=starts is not None, **flags,
     )  # fmt: skip
     first, second, third = (*parts, *(x.new_empty(0) for _ in range(PARTS - len(parts))))
@@ -96,7 +96,7 @@ def _backward(
     convolution_gradient_kernel[(programs * flags["BLOCKS"],)](
         x, weight, weight if bias is None else bias, x if state is None else state.contiguous(),
         x if starts is None else starts, *_three([part.contiguous() for part in dy]), dx, d_state, table, T, strips,
-        x.stride(1), BIAS=bias is not None, STATE=state is not None, PACKED=starts is not None, **flags,
+        stride=x.stride(1), BIAS=bias is not None, STATE=state is not None, PACKED=starts is not None, **flags,
     )  # fmt: skip
     sums = table.sum(0)
     d_bias = sums[MOST_TAPS].clone() if bias is not None else sums.new_empty(0)

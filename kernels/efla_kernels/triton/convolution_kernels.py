@@ -73,9 +73,13 @@ def before_strip(x, state, b, t, T, stride, channels, inside, D: tl.constexpr, W
 
 
 @triton.jit
-def row_at(base, b, t, T, end, stride, columns, inside):
-    """Token t of row b at `columns`, as stored; zeros from `end` or T on."""
-    return tl.load(base + (b * T + t) * stride + columns, mask=inside & (t < end) & (t < T), other=0.0)
+def row_at(base, place, t, T, end, stride, columns, inside, J: tl.constexpr):
+    """Token t + J at `columns`, as stored; zeros from `end` or T on. place: where token t is among all rows'.
+
+    With a constant stride, addresses differ from call to call by a constant.
+    """
+    inside = inside & (t + J < end) & (t + J < T)
+    return tl.load(base + ((place + J) * stride + columns), mask=inside, other=0.0)
 
 
 @triton.jit
@@ -99,14 +103,14 @@ def masked_taps(starts, t, T, h1, h2, h3, PACKED: tl.constexpr):
 
 
 @triton.jit
-def activate(base, b, t, T, end, width, columns, inside, starts, x, h1, h2, h3, w0, w1, w2, w3, bias,
-             PACKED: tl.constexpr):  # fmt: skip
-    """Store y of token t, whose input is x and whose earlier ones are h1, h2, h3."""
-    h1, h2, h3 = masked_taps(starts, t, T, h1, h2, h3, PACKED)
+def activate(base, place, t, T, end, width, columns, inside, starts, x, h1, h2, h3, w0, w1, w2, w3, bias,
+             J: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
+    """Store y of token t + J, whose input is x and whose earlier ones are h1, h2, h3."""
+    h1, h2, h3 = masked_taps(starts, t + J, T, h1, h2, h3, PACKED)
     z = bias + w0 * x + w1 * h1 + w2 * h2 + w3 * h3
     y = z * sigmoid(z)
-    keep = inside & (t < end) & (t < T)
-    tl.store(base + (b * T + t) * width + columns, y.to(base.dtype.element_ty), mask=keep)
+    keep = inside & (t + J < end) & (t + J < T)
+    tl.store(base + ((place + J) * width + columns), y.to(base.dtype.element_ty), mask=keep)
 
 
 @triton.jit(do_not_specialize=["T", "strips"])
@@ -121,7 +125,7 @@ def convolution_kernel(
     y2,
     T,
     strips,  # of all rows
-    stride,
+    stride: tl.constexpr,
     D0: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
@@ -157,22 +161,24 @@ def convolution_kernel(
     h3 = before_strip(x, state, row, t - 3, T, stride, channels, inside, D, W, STATE)
     h2 = before_strip(x, state, row, t - 2, T, stride, channels, inside, D, W, STATE)
     h1 = before_strip(x, state, row, t - 1, T, stride, channels, inside, D, W, STATE)
-    n0 = row_at(x, row, t, T, end, stride, channels, inside)
-    n1 = row_at(x, row, t + 1, T, end, stride, channels, inside)
-    n2 = row_at(x, row, t + 2, T, end, stride, channels, inside)
-    n3 = row_at(x, row, t + 3, T, end, stride, channels, inside)
+    place = row * T + t
+    n0 = row_at(x, place, t, T, end, stride, channels, inside, 0)
+    n1 = row_at(x, place, t, T, end, stride, channels, inside, 1)
+    n2 = row_at(x, place, t, T, end, stride, channels, inside, 2)
+    n3 = row_at(x, place, t, T, end, stride, channels, inside, 3)
     for _ in range(STRIP // 4):
         x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
-        n0 = row_at(x, row, t + 4, T, end, stride, channels, inside)  # under way while these four are computed
-        n1 = row_at(x, row, t + 5, T, end, stride, channels, inside)
-        n2 = row_at(x, row, t + 6, T, end, stride, channels, inside)
-        n3 = row_at(x, row, t + 7, T, end, stride, channels, inside)
-        activate(y, row, t, T, end, width, columns, inside, starts, x0, h1, h2, h3, w0, w1, w2, w3, shift, PACKED)
-        activate(y, row, t + 1, T, end, width, columns, inside, starts, x1, x0, h1, h2, w0, w1, w2, w3, shift, PACKED)
-        activate(y, row, t + 2, T, end, width, columns, inside, starts, x2, x1, x0, h1, w0, w1, w2, w3, shift, PACKED)
-        activate(y, row, t + 3, T, end, width, columns, inside, starts, x3, x2, x1, x0, w0, w1, w2, w3, shift, PACKED)
+        n0 = row_at(x, place, t, T, end, stride, channels, inside, 4)  # under way while these four are computed
+        n1 = row_at(x, place, t, T, end, stride, channels, inside, 5)
+        n2 = row_at(x, place, t, T, end, stride, channels, inside, 6)
+        n3 = row_at(x, place, t, T, end, stride, channels, inside, 7)
+        activate(y, place, t, T, end, width, columns, inside, starts, x0, h1, h2, h3, w0, w1, w2, w3, shift, 0, PACKED)
+        activate(y, place, t, T, end, width, columns, inside, starts, x1, x0, h1, h2, w0, w1, w2, w3, shift, 1, PACKED)
+        activate(y, place, t, T, end, width, columns, inside, starts, x2, x1, x0, h1, w0, w1, w2, w3, shift, 2, PACKED)
+        activate(y, place, t, T, end, width, columns, inside, starts, x3, x2, x1, x0, w0, w1, w2, w3, shift, 3, PACKED)
         h1, h2, h3 = x3, x2, x1
         t += 4
+        place += 4
 
 
 @triton.jit
@@ -212,11 +218,12 @@ def gradient_step(
 
 
 @triton.jit
-def store_dx(dx, d_state, row, u, T, first, end, channels, inside, value, D: tl.constexpr, W: tl.constexpr,
-             STATE: tl.constexpr):  # fmt: skip
-    """dx of token u where it is the strip's own; the state's gradient where u lies before the row's first token."""
+def store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, value, J: tl.constexpr, D: tl.constexpr,
+             W: tl.constexpr, STATE: tl.constexpr):  # fmt: skip
+    """dx of token u = t + J where it is the strip's own; the state's gradient where u lies before the row's first."""
+    u = t + J
     keep = inside & (u >= first) & (u < end) & (u < T)
-    tl.store(dx + (row * T + u) * D + channels, value.to(dx.dtype.element_ty), mask=keep)
+    tl.store(dx + ((place + J) * D + channels), value.to(dx.dtype.element_ty), mask=keep)
     if STATE:
         held = inside & (u < 0) & (u >= 1 - W)
         at = d_state + (row * (W - 1) + (u + W - 1)) * D + channels
@@ -238,7 +245,7 @@ def convolution_gradient_kernel(
     table,  # out [programs / BLOCKS, 5, D] fp32: the sums of dw_0 .. dw_3 and dbias over a program's tokens
     T,
     strips,
-    stride,
+    stride: tl.constexpr,
     D0: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
@@ -283,25 +290,26 @@ def convolution_gradient_kernel(
     s2 = tl.zeros([ROWS, BLOCK], tl.float32)
     s3 = tl.zeros([ROWS, BLOCK], tl.float32)
     sb = tl.zeros([ROWS, BLOCK], tl.float32)
-    n0 = row_at(x, row, t, T, T, stride, channels, inside)
-    n1 = row_at(x, row, t + 1, T, T, stride, channels, inside)
-    n2 = row_at(x, row, t + 2, T, T, stride, channels, inside)
-    n3 = row_at(x, row, t + 3, T, T, stride, channels, inside)
-    g0 = row_at(dy, row, t, T, T, width, columns, inside)
-    g1 = row_at(dy, row, t + 1, T, T, width, columns, inside)
-    g2 = row_at(dy, row, t + 2, T, T, width, columns, inside)
-    g3 = row_at(dy, row, t + 3, T, T, width, columns, inside)
+    place = row * T + t
+    n0 = row_at(x, place, t, T, T, stride, channels, inside, 0)
+    n1 = row_at(x, place, t, T, T, stride, channels, inside, 1)
+    n2 = row_at(x, place, t, T, T, stride, channels, inside, 2)
+    n3 = row_at(x, place, t, T, T, stride, channels, inside, 3)
+    g0 = row_at(dy, place, t, T, T, width, columns, inside, 0)
+    g1 = row_at(dy, place, t, T, T, width, columns, inside, 1)
+    g2 = row_at(dy, place, t, T, T, width, columns, inside, 2)
+    g3 = row_at(dy, place, t, T, T, width, columns, inside, 3)
     for _ in range(STRIP // 4):
         x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
         d0, d1, d2, d3 = g0.to(tl.float32), g1.to(tl.float32), g2.to(tl.float32), g3.to(tl.float32)
-        n0 = row_at(x, row, t + 4, T, T, stride, channels, inside)  # under way while these four are computed
-        n1 = row_at(x, row, t + 5, T, T, stride, channels, inside)
-        n2 = row_at(x, row, t + 6, T, T, stride, channels, inside)
-        n3 = row_at(x, row, t + 7, T, T, stride, channels, inside)
-        g0 = row_at(dy, row, t + 4, T, T, width, columns, inside)
-        g1 = row_at(dy, row, t + 5, T, T, width, columns, inside)
-        g2 = row_at(dy, row, t + 6, T, T, width, columns, inside)
-        g3 = row_at(dy, row, t + 7, T, T, width, columns, inside)
+        n0 = row_at(x, place, t, T, T, stride, channels, inside, 4)  # under way while these four are computed
+        n1 = row_at(x, place, t, T, T, stride, channels, inside, 5)
+        n2 = row_at(x, place, t, T, T, stride, channels, inside, 6)
+        n3 = row_at(x, place, t, T, T, stride, channels, inside, 7)
+        g0 = row_at(dy, place, t, T, T, width, columns, inside, 4)
+        g1 = row_at(dy, place, t, T, T, width, columns, inside, 5)
+        g2 = row_at(dy, place, t, T, T, width, columns, inside, 6)
+        g3 = row_at(dy, place, t, T, T, width, columns, inside, 7)
         o0, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
             t, T, starts, x0, h1, h2, h3, d0, p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb, True,
             PACKED, BIAS,
@@ -318,12 +326,13 @@ def convolution_gradient_kernel(
             t + 3, T, starts, x3, x2, x1, x0, d3, p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb, True,
             PACKED, BIAS,
         )  # fmt: skip
-        store_dx(dx, d_state, row, t - 3, T, first, end, channels, inside, o0, D, W, STATE)
-        store_dx(dx, d_state, row, t - 2, T, first, end, channels, inside, o1, D, W, STATE)
-        store_dx(dx, d_state, row, t - 1, T, first, end, channels, inside, o2, D, W, STATE)
-        store_dx(dx, d_state, row, t, T, first, end, channels, inside, o3, D, W, STATE)
+        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o0, -3, D, W, STATE)
+        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o1, -2, D, W, STATE)
+        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o2, -1, D, W, STATE)
+        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o3, 0, D, W, STATE)
         h1, h2, h3 = x3, x2, x1
         t += 4
+        place += 4
     # three tokens of the next strip complete dx of this one's last three
     x0, x1, x2 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32)
     o0, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
@@ -338,9 +347,9 @@ def convolution_gradient_kernel(
         t + 2, T, starts, x2, x1, x0, h1, g2.to(tl.float32), p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb,
         False, PACKED, BIAS,
     )  # fmt: skip
-    store_dx(dx, d_state, row, t - 3, T, first, end, channels, inside, o0, D, W, False)
-    store_dx(dx, d_state, row, t - 2, T, first, end, channels, inside, o1, D, W, False)
-    store_dx(dx, d_state, row, t - 1, T, first, end, channels, inside, o2, D, W, False)
+    store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o0, -3, D, W, False)
+    store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o1, -2, D, W, False)
+    store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o2, -1, D, W, False)
     lane = column + tl.arange(0, BLOCK)
     at = table + (tl.program_id(0) // BLOCKS).to(tl.int64) * 5 * D + before + lane
     tl.store(at, tl.sum(s0, 0), mask=lane < width)
