@@ -100,10 +100,12 @@ def _scan(
     initial: Tensor | None,
     output_final: bool,
     keep: bool,
+    output: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and final states; with `keep` also fills S and X of `saved`."""
+    """Outputs, or without `output` an empty tensor, and final states; with `keep` also fills S and X of `saved`."""
     # packed rows that no segment covers stay zero
-    o = (torch.zeros if p.packed else torch.empty)(v.shape, device=v.device, dtype=v.dtype)
+    make = torch.zeros if p.packed else torch.empty
+    o = make(v.shape if output else (0,), device=v.device, dtype=v.dtype)
     final_shape = p.state_shape(p.sequences) if output_final else (0,)
     final = torch.empty(final_shape, device=v.device, dtype=torch.float32)
     width, block = p.width(choice.scan), choice.scan
@@ -113,8 +115,8 @@ def _scan(
         q, k, v, saved.inverse, saved.scores, saved.table, saved.table if initial is None else initial,
         packing.cu_seqlens, packing.first_chunk, o, final, saved.states, saved.solved, p.tokens, p.chunks_per_segment,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
-        SEGMENTS=p.segments, INITIAL=initial is not None, FINAL=output_final, SAVE=keep, TMA=_tma(p, q, k, v),
-        PACKED=p.packed, STAGES=block.stages, num_warps=block.warps, **width, **p.flags(),
+        SEGMENTS=p.segments, INITIAL=initial is not None, FINAL=output_final, OUTPUT=output, SAVE=keep,
+        TMA=_tma(p, q, k, v), PACKED=p.packed, STAGES=block.stages, num_warps=block.warps, **width, **p.flags(),
     )  # fmt: skip
     return o, final
 
@@ -201,7 +203,7 @@ def backward(
     if not saved.states.numel():
         saved = saved._replace(**dict(zip(("states", "solved"), _states(p, True, q.device), strict=True)))
         first = saved.first_states if p.segments > 1 else initial
-        _scan(p, choice, q, k, v, saved, packing, first, False, True)
+        _scan(p, choice, q, k, v, saved, packing, first, False, True, output=False)
     fp32: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
     need_initial = initial is not None
     make = torch.zeros if p.packed else torch.empty

@@ -4,7 +4,8 @@ With S the state before the chunk and T, P, e, w, r, b from the first kernel:
 
     R = w V - e exp(b) K S        X = T R        O = r exp(b) Q S + P X        S' = exp(b_C) S + (exp(b_C - b) K)^T X
 
-Saves S (before each chunk) and X for the backward pass where asked.
+Saves S (before each chunk) and X for the backward pass where asked, and leaves O out where the backward pass asks for
+them alone.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def scan_kernel(
     DECAYS: tl.constexpr,
     INITIAL: tl.constexpr,
     FINAL: tl.constexpr,
+    OUTPUT: tl.constexpr,
     SAVE: tl.constexpr,
     PACKED: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -76,27 +78,30 @@ def scan_kernel(
     if SEGMENTS > 1:
         chunks = tl.minimum(chunks, start + chunks_per_segment)
     slots = tl.cdiv(length, CHUNK) * H  # of this sequence, in the buffers of chunk data
-    q_rows = matrix(q + first * q_token + h * q_head, length, q_token, K, BK, TMA)
     k_rows = matrix(k + first * k_token + h * k_head, length, k_token, K, BK, TMA)
     v_rows = matrix(v + first * v_token + h * v_head, length, v_token, V, BV, TMA)
-    o_rows = matrix(o + (first * H + h) * V, length, H * V, V, BV, TMA)
     T_rows = matrix(inverse + chunk0 * H * CHUNK * CHUNK, slots * CHUNK, CHUNK, CHUNK, CHUNK, TMA)
-    P_rows = matrix(scores + chunk0 * H * CHUNK * CHUNK, slots * CHUNK, CHUNK, CHUNK, CHUNK, TMA)
+    if OUTPUT:
+        q_rows = matrix(q + first * q_token + h * q_head, length, q_token, K, BK, TMA)
+        P_rows = matrix(scores + chunk0 * H * CHUNK * CHUNK, slots * CHUNK, CHUNK, CHUNK, CHUNK, TMA)
+        o_rows = matrix(o + (first * H + h) * V, length, H * V, V, BV, TMA)
     if SAVE:
         X_rows = matrix(solved + chunk0 * H * CHUNK * V, slots * CHUNK, V, V, BV, TMA)
         if TMA:
             S_rows = tl.make_tensor_descriptor(states + chunk0 * H * K * V, [slots * K, V], [V, 1], [BK, BV])
     for c in tl.range(start, chunks, num_stages=STAGES):
         slot = c * H + h
-        query = load_tile(q_rows, length, q_token, c * CHUNK, 0, K, BK, TMA).to(DTYPE)
+        if OUTPUT:
+            query = load_tile(q_rows, length, q_token, c * CHUNK, 0, K, BK, TMA).to(DTYPE)
         key = load_tile(k_rows, length, k_token, c * CHUNK, 0, K, BK, TMA).to(DTYPE)
         value = load_tile(v_rows, length, v_token, c * CHUNK, column0, V, BV, TMA).to(tl.float32)
         Tm = load_tile(T_rows, slots * CHUNK, CHUNK, slot * CHUNK, 0, CHUNK, CHUNK, TMA)
-        P = load_tile(P_rows, slots * CHUNK, CHUNK, slot * CHUNK, 0, CHUNK, CHUNK, TMA)
         row = table + (chunk0 * H + slot) * COLUMNS * CHUNK + rows
         e = tl.load(row)
         w = tl.load(row + CHUNK)
-        r = tl.load(row + 2 * CHUNK)
+        if OUTPUT:
+            P = load_tile(P_rows, slots * CHUNK, CHUNK, slot * CHUNK, 0, CHUNK, CHUNK, TMA)
+            r = tl.load(row + 2 * CHUNK)
 
         Sd = S.to(DTYPE)
         if SAVE:
@@ -105,24 +110,28 @@ def scan_kernel(
             else:
                 store_state(states + (chunk0 * H + slot) * K * V, K, V, BK, BV, column0, Sd)
         erased = tl.dot(key, Sd, input_precision=PRECISION)
-        read = tl.dot(query, Sd, input_precision=PRECISION)
+        if OUTPUT:
+            read = tl.dot(query, Sd, input_precision=PRECISION)
         if DECAYS:
             b = tl.load(row + 3 * CHUNK)
             b_end = tl.min(b, 0)  # b never grows, so its last entry is its least
             keep = tl.exp(b)
             e *= keep
-            r *= keep
+            if OUTPUT:
+                r *= keep
             S *= tl.exp(b_end)
         R = w[:, None] * value - e[:, None] * erased
         X = tl.dot(Tm, R.to(DTYPE), input_precision=PRECISION)
         Xd = X.to(DTYPE)
-        out = r[:, None] * read + tl.dot(P, Xd, input_precision=PRECISION)
+        if OUTPUT:
+            out = r[:, None] * read + tl.dot(P, Xd, input_precision=PRECISION)
         if SAVE:
             store_tile(X_rows, slots * CHUNK, V, slot * CHUNK, column0, Xd, V, BV, TMA)
         if DECAYS:
             Xd = (X * tl.exp(b_end - b)[:, None]).to(DTYPE)
         S += tl.dot(tl.trans(key), Xd, input_precision=PRECISION)
-        store_tile(o_rows, length, H * V, c * CHUNK, column0, out.to(o.dtype.element_ty), V, BV, TMA)
+        if OUTPUT:
+            store_tile(o_rows, length, H * V, c * CHUNK, column0, out.to(o.dtype.element_ty), V, BV, TMA)
     # an empty sequence has one segment and hands its initial state on
     if FINAL and start + chunks_per_segment >= tl.cdiv(length, CHUNK):
         store_state(final + (n * H + h).to(tl.int64) * K * V, K, V, BK, BV, column0, S)
