@@ -29,6 +29,18 @@ class Linear(nn.Linear):
         return F.linear(x, weight.to(x.dtype))
 
 
+def project(linear: nn.Module, x: Tensor, gain: Tensor | None) -> Tensor:
+    """`linear` of the norm's result that `RMSNorm.apart` gave as x and gain.
+
+    Adapters and quantised weights stand in the place of a `Linear` where a user puts them: those get the result itself.
+    """
+    if gain is None:
+        return linear(x)
+    if type(linear) is Linear:
+        return linear(x, gain)
+    return linear((x.unflatten(-1, (-1, gain.numel())) * gain.to(x.dtype)).flatten(-2))
+
+
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
@@ -46,7 +58,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
     def apart(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(y, gain) for `Linear`: y * gain is the norm's result. Without gradients it is y itself, and gain None: to
+        """(y, gain) for `project`: y * gain is the norm's result. Without gradients it is y itself, and gain None: to
         scale W would cost a single token more than to scale it."""
         if not torch.is_grad_enabled():
             return self(x), None
@@ -96,9 +108,13 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        """x [..., hidden_size]; x and gain as `Linear` takes them."""
-        gate_up = self.gate_up_proj(x, gain)
-        return efla_kernels.swiglu_linear(gate_up, self.down_proj.weight.to(x.dtype), backend=self.backend)
+        """x [..., hidden_size]; x and gain as `project` takes them."""
+        gate_up = project(self.gate_up_proj, x, gain)
+        if type(self.down_proj) is Linear:
+            weight = self.down_proj.weight.to(gate_up.dtype)
+            return efla_kernels.swiglu_linear(gate_up, weight, backend=self.backend)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class ShortConvolution(nn.Module):

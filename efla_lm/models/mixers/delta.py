@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import GATED_MIXERS, EflaConfig
-from efla_lm.models.layers import Decay, GatedRMSNorm, Linear, RMSNorm, ShortConvolution
+from efla_lm.models.layers import Decay, GatedRMSNorm, Linear, RMSNorm, ShortConvolution, project
 from efla_lm.models.sequence import SequenceInfo
 
 RULES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
@@ -55,17 +55,18 @@ class DeltaMixer(nn.Module):
     def forward(
         self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None, gain: Tensor | None = None
     ) -> Tensor:
-        """hidden [B, T, hidden_size] (times `gain`, see `Linear`) -> the same; reads and replaces the states of `layer`
-        when there is one."""
+        """hidden [B, T, hidden_size] (times `gain`, see `project`) -> the same; reads and replaces the states of
+        `layer` when there is one."""
         x = info.hide_padding(hidden)
         if layer is not None and self._decodes(x, info, layer):
             return self._decode(x[:, 0], layer).unsqueeze(1)
-        *qkv, conv_state = self.qkv_conv(self.qkv_proj(x, gain), None if layer is None else layer.conv, info)
+        *qkv, conv_state = self.qkv_conv(project(self.qkv_proj, x, gain), None if layer is None else layer.conv, info)
         # The convolution carries tokens into padding on their right: k = v = 0 there keeps the state as it is.
         q, k, v = (info.hide_padding(part).unflatten(-1, (self.heads, self.head_dim)) for part in qkv)
-        gates = [self.b_proj(x, gain)]
+        gates = [project(self.b_proj, x, gain)]
         if self.decay is not None:
-            gates.append(info.hide_padding(self.decay(self.a_proj(x, gain))))  # log g = 0: padding does not decay
+            log_g = self.decay(project(self.a_proj, x, gain))
+            gates.append(info.hide_padding(log_g))  # 0: padding does not decay
         o, state = self.rule(
             q, k, v, *gates,
             initial_state=None if layer is None else layer.state,
@@ -75,9 +76,9 @@ class DeltaMixer(nn.Module):
         )  # fmt: skip
         if layer is not None:
             layer.conv, layer.state = conv_state.clone(), state
-        gate = [] if self.g_proj is None else [self.g_proj(x, gain).unflatten(-1, (self.heads, self.head_dim))]
+        gate = [] if self.g_proj is None else [project(self.g_proj, x, gain).unflatten(-1, (self.heads, self.head_dim))]
         o, o_gain = self.o_norm.apart(o, *gate)
-        return self.o_proj(o.flatten(2), o_gain)
+        return project(self.o_proj, o.flatten(2), o_gain)
 
     def _decodes(self, x: Tensor, info: SequenceInfo, layer: LayerState) -> bool:
         """Whether this pass is one token per sequence that the fused step may serve: no gradient, nothing masked."""

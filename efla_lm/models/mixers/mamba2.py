@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import EflaConfig
-from efla_lm.models.layers import GatedRMSNorm, Linear, ShortConvolution
+from efla_lm.models.layers import GatedRMSNorm, Linear, ShortConvolution, project
 from efla_lm.models.sequence import SequenceInfo
 
 
@@ -40,9 +40,9 @@ class Mamba2Mixer(nn.Module):
     def forward(
         self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None, gain: Tensor | None = None
     ) -> Tensor:
-        """hidden [B, T, hidden_size] (times `gain`, see `Linear`) -> the same; reads and replaces the states of `layer`
-        when there is one."""
-        projected = self.in_proj(info.hide_padding(hidden), gain)
+        """hidden [B, T, hidden_size] (times `gain`, see `project`) -> the same; reads and replaces the states of
+        `layer` when there is one."""
+        projected = project(self.in_proj, info.hide_padding(hidden), gain)
         z, xbc, dt = projected.split((self.inner, self.conv_size, self.heads), dim=-1)
         x, B, C, conv_state = self.conv(xbc, None if layer is None else layer.conv, info)
         x = x.unflatten(-1, (self.heads, self.head_dim))
@@ -64,7 +64,7 @@ class Mamba2Mixer(nn.Module):
         )  # fmt: skip
         if layer is not None:
             layer.conv, layer.state = conv_state.clone(), state
-        return self.out_proj(*self.norm.apart(y.flatten(2), z))
+        return project(self.out_proj, *self.norm.apart(y.flatten(2), z))
 
     def _decodes(self, x: Tensor, info: SequenceInfo) -> bool:
         """Whether this pass is one token per sequence that the fused step may serve: no gradient, nothing masked."""
