@@ -34,8 +34,8 @@ class ThroughputSettings:
     vocab_size: int = key(32000, "ids of the random text and rows of the embedding")
     train: list[str] = key([], "more overrides for train.py's settings, quoted: \"train=['train.compile=false']\"")
     warmup: int = key(8, "updates before the clock; the start-up time is that of the fourth of all")
-    windows: int = key(3, "clock readings, whose median counts")
-    updates: int = key(10, "updates between two readings: the host waits for the device at readings only")
+    windows: int = key(3, "spans of time, whose median counts")
+    updates: int = key(10, "updates in a span; the device takes the time, so that the host never waits for it")
     profile: int = key(0, "updates traced after the clock; the row's `where` has milliseconds per update by kind")
     caches: str = key(
         "empty",

@@ -50,7 +50,7 @@ class Plan:
 
     def overrides(self, data_dir: Path, settings: ThroughputSettings) -> list[str]:
         """train.py's command line for this point."""
-        total = settings.warmup + settings.windows * settings.updates + settings.profile
+        total = settings.warmup + 1 + settings.windows * settings.updates + settings.profile
         return [
             f"model={self.model}", f"size={self.size}", f"parallel={self.parallel}", f"data.dir={data_dir}",
             f"data.context={self.tokens}", f"model.vocab_size={settings.vocab_size}", f"train.micro_batch={self.batch}",
