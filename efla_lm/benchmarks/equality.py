@@ -7,6 +7,7 @@ micro-batches only cut the batch differently, as two processes do: what they dif
 
 # ruff: noqa: RUF009  (`key` returns a dataclasses.field)
 
+import contextlib
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from efla_lm.benchmarks.train_speed import reason
@@ -99,28 +101,63 @@ def command(settings: EqualitySettings, name: str, runs: Path) -> list[str]:
     ]  # fmt: skip
 
 
+class Processes:
+    """Of several threads, each in a session of its own; `stop` ends those that run and those that start later."""
+
+    def __init__(self) -> None:
+        self._started: list[subprocess.Popen[str]] = []
+        self._stopped, self._lock = False, Lock()
+
+    def start(self, arguments: list[str]) -> subprocess.Popen[str]:
+        """A process whose output is kept for `communicate`."""
+        with self._lock:
+            process = subprocess.Popen(
+                arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                start_new_session=True,
+            )  # fmt: skip
+            self._started.append(process)
+            if self._stopped:
+                self.kill(process)
+            return process
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for process in self._started:
+                self.kill(process)
+
+    @staticmethod
+    def kill(process: subprocess.Popen[str]) -> None:
+        """End a process and all that it started, if it has not ended."""
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # ended since
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 def run(settings: EqualitySettings, names: list[str], runs: Path) -> Iterator[tuple[str, list[float] | str]]:
     """Each variant's losses, or why it has none."""
     end = time.monotonic() + settings.limit_s
+    processes = Processes()
     with ThreadPoolExecutor(settings.at_once) as pool:
-        found = [pool.submit(launch, settings, name, runs, end) for name in names]
-        for name, future in zip(names, found, strict=True):
-            yield name, future.result()
+        found = [pool.submit(launch, settings, name, runs, end, processes) for name in names]
+        try:
+            for name, future in zip(names, found, strict=True):
+                yield name, future.result()
+        finally:  # who stops asking, as after a reference that failed, waits for no other
+            pool.shutdown(wait=False, cancel_futures=True)
+            processes.stop()
 
 
-def launch(settings: EqualitySettings, name: str, runs: Path, end: float) -> list[float] | str:
+def launch(settings: EqualitySettings, name: str, runs: Path, end: float, processes: Processes) -> list[float] | str:
     """One variant's losses, or why it has none; it has until `end` on the monotonic clock."""
     left = end - time.monotonic()
     if left < 1:
         return "not run: limit_s was over"
-    process = subprocess.Popen(
-        command(settings, name, runs), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    process = processes.start(command(settings, name, runs))
     try:
         printed, _ = process.communicate(timeout=left)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        processes.kill(process)
         process.wait()
         return "not done when limit_s was over"
     if process.returncode:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,30 @@ def test_variants_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert all(result["differences"][name]["largest"] < 1e-5 for name in ("half micro-batches", "2 processes, ddp"))
     assert out.with_suffix(".png").stat().st_size > 0
     assert "differs by" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_nothing_goes_on_after_a_reference_that_failed(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither what runs beside it nor what waits for its turn, each of which would take minutes."""
+    started: list[subprocess.Popen[str]] = []
+
+    def command(settings: EqualitySettings, name: str, runs: Path) -> list[str]:
+        code = "raise ValueError('out of luck')" if name == "reference" else "import time; time.sleep(300)"
+        return [sys.executable, "-c", code]
+
+    def start(self: equality.Processes, arguments: list[str]) -> subprocess.Popen[str]:
+        started.append(plain(self, arguments))
+        return started[-1]
+
+    plain = equality.Processes.start
+    monkeypatch.setattr(equality, "command", command)
+    monkeypatch.setattr(equality.Processes, "start", start)
+    assert run(tmp_path, tmp_path / "equality.json", f"at_once={at_once}") == 1
+    assert "ValueError: out of luck" in capsys.readouterr().out
+    assert 1 <= len(started) <= at_once + 1 and all(process.wait(5) for process in started)
 
 
 def test_differences_by_hand() -> None:
