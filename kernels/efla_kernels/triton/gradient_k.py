@@ -6,7 +6,8 @@ of `gradient_q_kernel`:
     M  = -e stril(dR X^T) * Gamma
     D  = M K - e exp(b) dR S^T                             what k_i erases
     W  = exp(b_C - b) X dS^T + M^T K + (r N)^T Q           what k_i writes
-    dK = D + W      rowsum(K * D) = dL/d ln e      rowsum(dR * X) = dL/d ln e + dL/d ln w
+    dK = D + W      rowsum(K * D) = dL/d ln e      w rowsum(dR * V) = dL/d ln w
+    rowsum(dR * X) = dL/d ln e + dL/d ln w         which is all that EFLA and DeltaNet need
 
 b_i is a factor of q_hat_i, of the k_i that erases and, inverted, of the k_i that writes, so that its gradient is
 q_hat_i . dq_hat_i + k_i . D_i - k_i . W_i, summed back from the chunk's end, where the state's own gradient is
@@ -30,7 +31,6 @@ from efla_kernels.triton.tiles import CHUNK, chunk_span, load_rows, load_state, 
 def gradient_k_kernel(
     q,
     k,
-    v,
     gate,
     decay,
     d_scores,
@@ -39,6 +39,7 @@ def gradient_k_kernel(
     solved,
     d_states,
     d_solved,
+    d_writes,  # rowsum(dR * V) of every block of V [B, T, H, BLOCKS] fp32; not read for EFLA and DeltaNet
     cu_seqlens,
     first_chunk,
     chunk_sequence,
@@ -51,13 +52,12 @@ def gradient_k_kernel(
     q_head,
     k_token,
     k_head,
-    v_token,
-    v_head,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    BLOCKS: tl.constexpr,
     MODE: tl.constexpr,
     DECAYS: tl.constexpr,
     PACKED: tl.constexpr,
@@ -83,16 +83,13 @@ def gradient_k_kernel(
 
         lower = tl.zeros([CHUNK, CHUNK], tl.float32)  # dR_i.X_j
         upper = tl.zeros([CHUNK, CHUNK], tl.float32)  # dR_j.X_i
-        d_w = tl.zeros([CHUNK], tl.float32)
         for column0 in range(0, V, BV):
             X = load_rows(solved + slot * CHUNK * V, V, CHUNK, V, BV, column0, DTYPE)
             dR = load_rows(d_solved + slot * CHUNK * V, V, CHUNK, V, BV, column0, DTYPE)
             lower += tl.dot(dR, tl.trans(X), input_precision=PRECISION)
             upper += tl.dot(X, tl.trans(dR), input_precision=PRECISION)
-            if MODE == RAW:
-                value = load_rows(v + first * v_token + h * v_head, v_token, left, V, BV, column0, tl.float32)
-                d_w += tl.sum(dR.to(tl.float32) * value, 1)
-        s = tl.sum(tl.where(own, lower, 0.0), 1)
+        if not PAIRS:
+            s = tl.sum(tl.where(own, lower, 0.0), 1)
         e = tl.load(row)
         erase = e
         if MODE == RAW:  # D without e, by which nothing may be divided afterwards
@@ -176,6 +173,10 @@ def gradient_k_kernel(
                 scaled = (dR.to(tl.float32) * -e[:, None]).to(DTYPE)
                 d_key += tl.dot(scaled, tl.trans(S), input_precision=PRECISION)
                 d_key += tl.dot(X, tl.trans(dS), input_precision=PRECISION)
+        if PAIRS:
+            d_w = tl.zeros([CHUNK], tl.float32)
+            for block in tl.static_range(BLOCKS):
+                d_w += tl.load(d_writes + at * BLOCKS + block, mask=inside, other=0.0)
         if MODE == RAW:
             tl.store(d_gate + at, d_erase, mask=inside)
             tl.store(d_write + at, d_w, mask=inside)
@@ -184,12 +185,14 @@ def gradient_k_kernel(
         else:
             logit = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
             log_g = tl.zeros([CHUNK], tl.float32)
-            d_ld, s_e, s_w = log_g, log_g, s  # without a decay only s_e + s_w is used, and that is s
+            d_ld, s_e = log_g, log_g
             if DECAYS:
                 log_g = tl.load(decay + at, mask=inside, other=0.0).to(tl.float32)
                 d_ld = d_log_decay
                 s_e = d_erase
-                s_w = s - d_erase
+                s_w = d_w * tl.load(row + CHUNK)
+            else:
+                s_w = s  # only s_e + s_w is used
             lam = tl.load(row + (COLUMNS - 1) * CHUNK)
             k_dk = tl.sum(d_key * wide, 1)
             d_logit, d_log_g, d_lam = coefficient_gradients(MODE, logit, log_g, lam, s_e, s_w, k_dk, d_ld)

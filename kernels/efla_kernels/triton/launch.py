@@ -211,18 +211,22 @@ def backward(
     d_initial = torch.empty(p.state_shape(p.sequences) if need_initial else (0,), **fp32)
     d_states, d_solved = torch.empty_like(saved.states), torch.empty_like(saved.solved)
     width, block = p.width(choice.scan_backward), choice.scan_backward
-    programs = p.sequences * p.segments * p.heads * -(-p.value_width // width["BV"])
-
-    tma = _tma(p, q, k, do)
+    blocks = -(-p.value_width // width["BV"])
+    programs = p.sequences * p.segments * p.heads * blocks
+    writes = p.decays or p.mode == RAW  # dL/d ln w is needed apart from dL/d ln e
+    d_writes = torch.empty(*gate.shape, blocks, **fp32) if writes else unused
+    tma = _tma(p, q, k, v, do)
 
     def scan(d_end: Tensor | None, d_start: Tensor | None, store: bool) -> None:
         launch(
             scan_backward_kernel, programs,
-            q, k, do, saved.inverse, saved.scores, saved.table, unused if d_end is None else d_end,
+            q, k, v, do, saved.inverse, saved.scores, saved.table, unused if d_end is None else d_end,
             packing.cu_seqlens, packing.first_chunk, dv, unused if d_start is None else d_start, d_states, d_solved,
-            p.tokens, p.chunks_per_segment, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
+            d_writes, p.tokens, p.chunks_per_segment,
+            q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
             SEGMENTS=p.segments, D_FINAL=d_end is not None, D_INITIAL=d_start is not None,
-            STORE=store, PACKED=p.packed, TMA=tma, STAGES=block.stages, num_warps=block.warps, **width, **p.flags(),
+            STORE=store, WRITES=writes, PACKED=p.packed, TMA=tma, STAGES=block.stages, num_warps=block.warps,
+            **width, **p.flags(),
         )  # fmt: skip
 
     if p.segments > 1:
@@ -252,10 +256,9 @@ def backward(
     width, block = p.width(choice.gradient_k, inside=True), choice.gradient_k
     launch(
         gradient_k_kernel, p.heads * p.chunks,
-        q, k, v, gate, decay, d_scores, saved.table, saved.states, saved.solved, d_states, d_solved, *packing,
-        dk, d_gate, d_write, d_decay, p.tokens,
-        q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
-        MODE=p.mode, PACKED=p.packed, num_warps=block.warps, num_stages=block.stages, registers=block.registers,
-        **width, **p.flags(),
+        q, k, gate, decay, d_scores, saved.table, saved.states, saved.solved, d_states, d_solved, d_writes, *packing,
+        dk, d_gate, d_write, d_decay, p.tokens, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
+        BLOCKS=blocks, MODE=p.mode, PACKED=p.packed, num_warps=block.warps, num_stages=block.stages,
+        registers=block.registers, **width, **p.flags(),
     )  # fmt: skip
     return Gradients(dq, dk, dv, d_gate, d_write, d_decay, d_initial)

@@ -5,7 +5,11 @@ With dS the gradient of the state after the chunk and the other symbols of the f
     dX = P^T dO + exp(b_C - b) K dS        dR = T^T dX        dV = w dR
     dS_before = exp(b_C) dS + (r exp(b) Q)^T dO - (e exp(b) K)^T dR
 
-Saves dS (after each chunk) and dR for the chunk-parallel gradients of q, k and the gates.
+Saves dS (after each chunk) and dR for the chunk-parallel gradients of q, k and the gates. Where these tell dL/d ln w
+from dL/d ln e, rowsum(dR * V) = (dL/d ln w) / w is taken here, from dR in fp32: a token with a large w can have a sum
+far below |dR| |V|, and be most of the gate's gradient, so that dR rounded to bf16 is too little for it. For the same
+reason T^T takes dX's rounded part alone, and what the rounding leaves is added to the token's own row (T's diagonal is
+1).
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from efla_kernels.triton.tiles import (
 def scan_backward_kernel(
     q,
     k,
+    v,
     do,
     inverse,
     scores,
@@ -40,12 +45,15 @@ def scan_backward_kernel(
     d_initial,  # out [N, H, K, V] fp32, or unused
     d_states,  # out [chunks, H, K, V]
     d_solved,  # out dR [chunks, H, C, V]
+    d_writes,  # out rowsum(dR * V) of every block of V [B, T, H, blocks] fp32, or unused
     T,
     chunks_per_segment,
     q_token,
     q_head,
     k_token,
     k_head,
+    v_token,
+    v_head,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -56,6 +64,7 @@ def scan_backward_kernel(
     D_FINAL: tl.constexpr,
     D_INITIAL: tl.constexpr,
     STORE: tl.constexpr,  # False: only the state's gradient is wanted (first pass of a split sequence)
+    WRITES: tl.constexpr,  # d_writes are wanted
     PACKED: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -82,6 +91,10 @@ def scan_backward_kernel(
     P_rows = matrix(scores + chunk0 * H * CHUNK * CHUNK, slots * CHUNK, CHUNK, CHUNK, CHUNK, TMA)
     if STORE:
         dv_rows = matrix(dv + (first * H + h) * V, length, H * V, V, BV, TMA)
+        if WRITES:
+            BLOCKS: tl.constexpr = (V + BV - 1) // BV
+            own_writes = d_writes + (first * H + h) * BLOCKS + column0 // BV
+            v_rows = matrix(v + first * v_token + h * v_head, length, v_token, V, BV, TMA)
         dR_rows = matrix(d_solved + chunk0 * H * CHUNK * V, slots * CHUNK, V, V, BV, TMA)
         if TMA:
             dS_rows = tl.make_tensor_descriptor(d_states + chunk0 * H * K * V, [slots * K, V], [V, 1], [BK, BV])
@@ -113,8 +126,16 @@ def scan_backward_kernel(
             dX *= tl.exp(b_end - b)[:, None]
             dS *= tl.exp(b_end)
         dX += tl.dot(tl.trans(P), d_out, input_precision=PRECISION)
-        dR = tl.dot(tl.trans(Tm), dX.to(DTYPE), input_precision=PRECISION)
+        dXd = dX.to(DTYPE)
+        if WRITES:
+            dR = tl.dot(tl.trans(Tm), dXd, dX - dXd.to(tl.float32), input_precision=PRECISION)
+        else:
+            dR = tl.dot(tl.trans(Tm), dXd, input_precision=PRECISION)
         if STORE:
+            if WRITES:
+                value = load_tile(v_rows, length, v_token, c * CHUNK, column0, V, BV, TMA)
+                at = (c * CHUNK + rows) * (H * BLOCKS)
+                tl.store(own_writes + at, tl.sum(dR * value.to(tl.float32), 1), mask=c * CHUNK + rows < length)
             w = tl.load(row + CHUNK)
             d_value = (w[:, None] * dR).to(dv.dtype.element_ty)
             store_tile(dv_rows, length, H * V, c * CHUNK, column0, d_value, V, BV, TMA)
