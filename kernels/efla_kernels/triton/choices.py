@@ -63,7 +63,7 @@ def choose(K: int, V: int, dtype: torch.dtype, decays: bool) -> Choice:
         return Choice(Block(0, 4, 1), block, block, gradient, gradient, block, Block(16, 4, 2))
     if K <= 128:
         return Choice(
-            solve=Block(0, 4, 1, 128),
+            solve=Block(0, 4, 1, 168 if decays else 128),
             scan=Block(64, 4, 3),
             scan_backward=Block(64, 4, 3),
             gradient_q=Block(64, 4, 2, 168),
