@@ -6,10 +6,9 @@ With dS the gradient of the state after the chunk and the other symbols of the f
     dS_before = exp(b_C) dS + (r exp(b) Q)^T dO - (e exp(b) K)^T dR
 
 Saves dS (after each chunk) and dR for the chunk-parallel gradients of q, k and the gates. Where these tell dL/d ln w
-from dL/d ln e, rowsum(dR * V) = (dL/d ln w) / w is taken here, from dR in fp32: a token with a large w can have a sum
-far below |dR| |V|, and be most of the gate's gradient, so that dR rounded to bf16 is too little for it. For the same
-reason T^T takes dX's rounded part alone, and what the rounding leaves is added to the token's own row (T's diagonal is
-1).
+from dL/d ln e, rowsum(dR * V) = (dL/d ln w) / w is taken here, from dR in fp32: a token with a large w may be most of
+the gate's gradient with a sum far below |dR| |V|, which dR rounded to bf16 would lose (kernels/README.md, Precision).
+For the same reason T^T multiplies dX rounded, and what the rounding left is added to the token's own row, where T is 1.
 """
 
 from __future__ import annotations
