@@ -13,11 +13,13 @@ from efla_lm.training.activations import keeping
 from tests.kernels.test_swiglu import SHAPES, case, truth
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_against_float64(shape: tuple[int, ...]) -> None:
+def test_kernels_against_float64(shape: tuple[int, ...], autocast: bool) -> None:
     with poisoned_memory():
         gate_up, weight, dy = case(shape, torch.float32)
-        y = swiglu_linear(gate_up, weight, backend="triton")
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = swiglu_linear(gate_up, weight, backend="triton")
         gradients = torch.autograd.grad(y, (gate_up, weight), dy)
     for got, expected in zip((y, *gradients), truth(gate_up, weight, dy), strict=True):
         assert got.shape == expected.shape and got.isfinite().all()

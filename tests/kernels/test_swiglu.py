@@ -43,6 +43,16 @@ def test_pytorch_form_against_float64(shape: tuple[int, ...], dtype: torch.dtype
         assert x.dtype == dtype and (x - expected).norm() <= bound * expected.norm()
 
 
+def test_autocast_changes_nothing() -> None:
+    gate_up, weight, dy = case(SHAPES[0], torch.float32)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = swiglu_linear(gate_up, weight)
+        results.append((y, *torch.autograd.grad(y, (gate_up, weight), dy)))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match=r"\[\.\.\., 2F\], got torch.float32 \[2, 5\]"):
         swiglu_linear(torch.zeros(2, 5), torch.zeros(3, 2))
