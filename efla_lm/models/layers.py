@@ -41,6 +41,11 @@ def project(linear: nn.Module, x: Tensor, gain: Tensor | None) -> Tensor:
     return linear((x.unflatten(-1, (-1, gain.numel())) * gain.to(x.dtype)).flatten(-2))
 
 
+def at_hand(weight: Tensor, x: Tensor) -> bool:
+    """Whether a module's weight can be used beside its forward: offloaded, it comes to x's device for that alone."""
+    return weight.device == x.device
+
+
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
@@ -60,7 +65,7 @@ class RMSNorm(nn.Module):
     def apart(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(y, gain) for `project`: y * gain is the norm's result. Without gradients it is y itself, and gain None: to
         scale W would cost a single token more than to scale it."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not at_hand(self.weight, x):
             return self(x), None
         return F.rms_norm(x, self.weight.shape, None, self.eps), self.weight
 
@@ -85,7 +90,7 @@ class GatedRMSNorm(nn.Module):
 
     def apart(self, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor | None]:
         """As `RMSNorm.apart`."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not at_hand(self.weight, x):
             return self(x, gate), None
         return self._normed(x, gate, None), self.weight
 
@@ -110,7 +115,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """x [..., hidden_size]; x and gain as `project` takes them."""
         gate_up = project(self.gate_up_proj, x, gain)
-        if type(self.down_proj) is Linear:
+        if type(self.down_proj) is Linear and at_hand(self.down_proj.weight, x):
             weight = self.down_proj.weight.to(gate_up.dtype)
             return efla_kernels.swiglu_linear(gate_up, weight, backend=self.backend)
         gate, up = gate_up.chunk(2, dim=-1)

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from efla_lm import EflaForCausalLM
 from efla_lm.models.layers import Decay, GatedRMSNorm, Linear, RMSNorm, ShortConvolution
@@ -228,52 +227,3 @@ def test_a_norms_weight_may_go_into_the_product_behind_it(heads: int, gated: boo
     with torch.no_grad():
         y, gain = norm.apart(*inputs)
         assert gain is None and torch.equal(y, norm(*inputs))
-
-
-class Adapted(nn.Module):
-    """A linear map with a low-rank term beside it, as adapters put it into a model: it takes one input alone."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down, self.up = nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-@pytest.mark.parametrize("mixer", MODELS)
-def test_other_maps_may_stand_in_the_place_of_ours(mixer: str) -> None:
-    """They see what the norms give, weights included, and their own parameters count, with gradients and without."""
-    model = tiny_model(mixer)
-    generator = torch.Generator().manual_seed(0)
-    maps = [name for name, module in model.named_modules() if isinstance(module, Linear) and name != "lm_head"]
-    for name in maps:
-        model.set_submodule(name, Adapted(model.get_submodule(name)))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    ids = tokens(2, 9)
-    with torch.no_grad():
-        expected = model(ids).logits
-    got = model(ids).logits
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    got.square().sum().backward()
-    assert all(model.get_submodule(name).up.weight.grad.abs().max() > 0 for name in maps)
-
-
-@pytest.mark.parametrize("mixer", MODELS)
-def test_autocast(mixer: str) -> None:
-    """fp32 weights under a 16-bit autocast, as transformers' Trainer has it."""
-    model, ids = tiny_model(mixer), tokens(2, 70)
-    expected = model(ids, labels=ids).loss
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(ids, labels=ids).loss
-    loss.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=5e-3)
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import GATED_MIXERS, EflaConfig
-from efla_lm.models.layers import Decay, GatedRMSNorm, Linear, RMSNorm, ShortConvolution, project
+from efla_lm.models.layers import Decay, GatedRMSNorm, Linear, RMSNorm, ShortConvolution, at_hand, project
 from efla_lm.models.sequence import SequenceInfo
 
 RULES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
@@ -85,7 +85,9 @@ class DeltaMixer(nn.Module):
         if x.shape[1] != 1 or layer.conv is None or layer.state is None or torch.is_grad_enabled():
             return False
         plain = info.mask is None and info.cu_seqlens is None and not torch.compiler.is_compiling()
-        return plain and efla_kernels.fuses_decoding(self.backend, x.device, self.rule_name)
+        if not plain or not at_hand(self.qkv_conv.weight, x):
+            return False
+        return efla_kernels.fuses_decoding(self.backend, x.device, self.rule_name)
 
     def _decode(self, x: Tensor, layer: LayerState) -> Tensor:
         """x [B, hidden_size] -> the same; everything between the projections in one kernel, states in place."""
