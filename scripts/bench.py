@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,19 @@ def main(settings: BenchSettings) -> int:
     compiled = time.perf_counter() - start
     print(f"compiled in {compiled:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"environment": describe_environment(), "settings": files.recorded(settings), "rows": rows}
-    try:
-        for op in settings.ops:
-            for heads in settings.heads:
-                for row in run.measure_op(settings, op, heads):
-                    record(rows, row)
-                if "decode" in settings.directions:
-                    for row in run.measure_decoding(settings, op, heads):
-                        record(rows, row)
-    finally:  # what was measured before a failure is kept
-        result["seconds"] = round(time.perf_counter() - start, 1)
-        files.save(path, result)
+    result: dict[str, Any] = {
+        "environment": describe_environment(),
+        "settings": files.recorded(settings),
+        "rows": rows,
+        "seconds": 0.0,
+    }
+    for op in settings.ops:
+        for heads in settings.heads:
+            decoded = run.measure_decoding(settings, op, heads) if "decode" in settings.directions else ()
+            for row in chain(run.measure_op(settings, op, heads), decoded):
+                record(rows, row)
+                result["seconds"] = round(time.perf_counter() - start, 1)
+                files.save(path, result)  # each time: what is measured stays, however this ends
     print(f"{path}: {len(rows)} rows in {result['seconds']} s")
     show(path)
     return 0

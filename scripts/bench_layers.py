@@ -44,15 +44,14 @@ def main(settings: LayerBenchSettings) -> int:
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "environment": describe_environment(), "packages": packages, "settings": files.recorded(settings), "rows": rows,
+        "seconds": 0.0,
     }  # fmt: skip
     for layer in settings.layers:
         for hidden in settings.hidden:
-            try:
-                for row in layer_run.measure_layer(settings, layer, hidden, left_out, start + settings.budget_s):
-                    record(rows, row)
-            finally:  # what was measured before a failure is kept
+            for row in layer_run.measure_layer(settings, layer, hidden, left_out, start + settings.budget_s):
+                record(rows, row)
                 result["seconds"] = round(time.perf_counter() - start, 1)
-                files.save(path, result)
+                files.save(path, result)  # each time: what is measured stays, however this ends
     print(f"{path}: {len(rows)} rows in {result['seconds']} s")
     print(layer_report.markdown(result))
     return 1 if any("failed" in row for row in rows) else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +281,20 @@ def test_another_file_is_no_result(content: str, tmp_path: Path, capsys: pytest.
     (tmp_path / "other.json").write_text(content)
     assert bench.main.run([f"table={tmp_path / 'other.json'}"]) == 1
     assert "other.json: expected a result file of this command" in capsys.readouterr().err
+
+
+def test_rows_are_in_the_file_as_soon_as_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed cannot clean up: the file is whole after every row."""
+
+    def two_rows(*_: Any) -> Iterator[dict[str, Any]]:
+        for count in (1, 2):
+            yield small("efla").row("ours", "fwd") | {"skipped": f"row {count}"}
+            assert len(json.loads((tmp_path / "ops.json").read_text())["rows"]) == count
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "describe_environment", dict)
+    monkeypatch.setattr(run, "measure_op", two_rows)
+    with pytest.raises(RuntimeError, match="killed"):
+        bench.main.run(["ops=[efla]", "heads=[2]", "workers=0", f"out={tmp_path}/ops.json"], program="bench")
+    assert len(json.loads((tmp_path / "ops.json").read_text())["rows"]) == 2
