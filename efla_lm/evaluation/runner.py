@@ -91,7 +91,7 @@ def run_tasks(
                     task.set_config(key="num_fewshot", value=num_fewshot)
                     task.set_fewshot_seed(seed=seed)
                 torch.manual_seed(seed)
-                with _quiet_harness(model.scorer.rank == 0):
+                with _quiet_harness(model.scorer.rank == 0), _documents_prepared_once(task_set):
                     found = evaluate(
                         lm=model,
                         task_dict={"tasks": task_set.tasks, "groups": task_set.groups},
@@ -155,6 +155,19 @@ def _templates_compiled_once() -> Iterator[None]:
         yield
     finally:
         harness_utils.env.from_string = compile_anew
+
+
+@contextlib.contextmanager
+def _documents_prepared_once(task_set: TaskSet) -> Iterator[None]:
+    """lm-eval asks a task for its documents three times and more, and HellaSwag's texts are cleaned each time."""
+    kept = [(task, name) for task in task_set.tasks.values() for name in ("test_docs", "validation_docs")]
+    for task, name in kept:
+        setattr(task, name, functools.cache(getattr(task, name)))
+    try:
+        yield
+    finally:
+        for task, name in kept:
+            delattr(task, name)  # the class's own method is found again
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from lm_eval import utils as harness_utils
 
 from efla_lm.evaluation import checkpoints, speed
 from scripts import eval_speed
@@ -23,6 +24,27 @@ def test_ours_and_the_stock_model_are_timed_on_the_same_documents(tmp_path: Path
         assert found["seconds"] > 0 and found["first_seconds"] > 0 and theirs["seconds"] > 0
         same = {"n-samples": dict.fromkeys(task_set.tasks), "versions": dict.fromkeys(task_set.tasks)}
         assert_same_numbers(found | same, theirs | same, list(task_set.tasks))
+
+
+def test_documents_and_templates_are_prepared_once(tmp_path: Path) -> None:
+    """In our run alone, and lm-eval is as it was behind it."""
+    data = write_task_files(tmp_path / "data")
+    model, tokenizer = checkpoints.load(checkpoints.find(str(save_export(tmp_path / "export", "deltanet"))))
+    (task_set,) = speed.tasks(["hellaswag"], tokenizer, data)
+    task, compile_template = task_set.tasks["hellaswag"], harness_utils.env.from_string
+    prepare, calls = task.config.process_docs, []
+    task.config.process_docs = lambda docs: (calls.append("documents"), prepare(docs))[1]
+    harness_utils.env.from_string = lambda text: (calls.append(text), compile_template(text))[1]
+    try:
+        for _ in range(2):
+            speed.ours(model, tokenizer, CONTEXT)(task_set, 3)
+            assert calls.count("documents") == 1 and len(calls) == len(set(calls))
+            assert "validation_docs" not in vars(task)
+            calls.clear()
+        speed.stock(model, tokenizer, CONTEXT, 4)(task_set, 3)
+        assert calls.count("documents") > 1 and len(calls) > 2 * len(set(calls))
+    finally:
+        harness_utils.env.from_string = compile_template
 
 
 @pytest.mark.timeout(180)
