@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from efla_kernels.environment import commit
 from transformers import AutoTokenizer
 
@@ -43,6 +44,8 @@ def main(settings: EvalSpeedSettings) -> int:
     device = checkpoints.choose_device(settings.device)
     if settings.stock and device.type != "cuda":
         raise UserError("stock=true needs a GPU, which fla's kernels run on: set stock=false here")
+    if device.type == "cuda" and settings.gpus > torch.cuda.device_count():
+        raise UserError(f"gpus={settings.gpus}: this machine has {torch.cuda.device_count()}")
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
     recipe = compose("train", [f"size={settings.size}", f"model.vocab_size={len(tokenizer)}"], TrainSettings)
     config = EflaConfig(**asdict(recipe.model) | {"max_position_embeddings": CONTEXT})
@@ -159,8 +162,6 @@ def compare(
 
 def device_name(device: Any) -> str:
     """The GPU by name, or `CPU`."""
-    import torch
-
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 

@@ -22,8 +22,18 @@ def expect_positive(settings: Any, *names: str) -> None:
             raise UserError(f"{name}={given}: expected at least 1")
 
 
+def expect_counts(settings: Any, *names: str) -> None:
+    """Raise UserError unless each key named holds a list, not empty, of numbers from 1 up."""
+    for name in names:
+        given = getattr(settings, name)
+        if not given or any(x < 1 for x in given):
+            raise UserError(f"{name}={given}: expected a list of numbers from 1 up")
+
+
 def pairs(shapes: Sequence[str]) -> list[tuple[int, int]]:
-    """Shapes such as `8x2048` as (batch, tokens). Raises UserError for anything else."""
+    """Shapes such as `8x2048` as (batch, tokens). Raises UserError for anything else, and for none."""
+    if not shapes:
+        raise UserError("shapes: expected at least one BATCHxTOKENS such as 8x2048, got []")
     found = []
     for shape in shapes:
         parts = shape.split("x")

@@ -42,3 +42,5 @@ class LayerBenchSettings:
         expect_positive(self, "batch", "tokens", "vocabulary", "repeats", "compile_s", "budget_s")
         if not self.hidden or any(width < 128 or width % 128 for width in self.hidden):
             raise UserError(f"hidden={self.hidden}: expected multiples of 128")
+        if self.workers < 0:
+            raise UserError(f"workers={self.workers}: expected 0 or more")

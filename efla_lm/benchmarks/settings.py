@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass
 
-from efla_lm.benchmarks.checks import expect_from, expect_positive, pairs
+from efla_lm.benchmarks.checks import expect_counts, expect_from, expect_positive, pairs
 from efla_lm.errors import UserError
 from efla_lm.settings.fields import PATH, key
 
@@ -43,5 +43,12 @@ class BenchSettings:
         expect_from(self, ops=OPS, impls=IMPLEMENTATIONS, directions=("fwd", "fwd_bwd", "decode"))
         if "mamba_ssm" in self.impls and not (self.mamba_ssm or self.table):
             raise UserError("impls: mamba_ssm needs the folder with its sources, mamba_ssm=FOLDER")
+        if self.impls == ["mamba_ssm"] and "mamba2" not in self.ops:
+            raise UserError(f"impls=[mamba_ssm] has none of ops={self.ops}: expected mamba2 among them")
+        if self.impls == ["ours_recompute"] and "fwd_bwd" not in self.directions:
+            raise UserError(f"impls=[ours_recompute] has none of directions={self.directions}: expected fwd_bwd")
         pairs(self.shapes)
+        expect_counts(self, "heads", "decode_batches")
         expect_positive(self, "seeds", "repeats", "width", "decode_layers")
+        if self.workers < 0:
+            raise UserError(f"workers={self.workers}: expected 0 or more")

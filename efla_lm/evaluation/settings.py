@@ -106,6 +106,8 @@ class EvalSpeedSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}={value}: expected at least 1")
+        if not self.full and (self.gpus > 1 or self.full_limit is not None):
+            raise UserError("full=false: gpus and full_limit say how eval.py is timed; set full=true or leave them out")
 
 
 @dataclass

@@ -256,12 +256,16 @@ def test_the_pytorch_form_takes_the_first_shape_only() -> None:
     assert [s.batch for s in run.shapes(settings, "efla", "torch", 8)] == [8]
 
 
-REFUSED = ("decode_layers=0", "shapes=[8by2048]", "impls=[cuda]", "impls=[mamba_ssm]", "ops=[mamba]", "seeds=0")
+REFUSED = (
+    "decode_layers=0", "shapes=[8by2048]", "shapes=[]", "impls=[cuda]", "impls=[mamba_ssm]", "ops=[mamba]", "seeds=0",
+    "heads=[8,0]", "decode_batches=[]", "workers=-1", "impls=[ours_recompute] directions=[fwd,decode]",
+    "impls=[mamba_ssm] mamba_ssm=. ops=[efla]",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("argument", REFUSED)
-def test_values_that_mean_nothing_are_refused(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main.run([argument]) in (1, 2)
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_values_that_mean_nothing_are_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main.run(arguments.split()) in (1, 2)
     assert "error:" in capsys.readouterr().err
 
 

@@ -138,7 +138,7 @@ def test_table_and_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "loss, cce, not measured: missing" in text and "liger-kernel missing" in text
 
 
-@pytest.mark.parametrize("argument", ["layers=[attention]", "impls=[apex]", "hidden=[100]", "tokens=0"])
+@pytest.mark.parametrize("argument", ["layers=[attention]", "impls=[apex]", "hidden=[100]", "tokens=0", "workers=-1"])
 def test_values_that_mean_nothing_are_refused(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_layers.main.run([argument]) in (1, 2)
     assert "error:" in capsys.readouterr().err

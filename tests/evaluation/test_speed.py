@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from lm_eval import utils as harness_utils
 
 from efla_lm.evaluation import checkpoints, speed
@@ -69,3 +70,20 @@ def test_the_command_writes_its_measurements(tmp_path: Path, monkeypatch: pytest
 def test_the_comparison_needs_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert eval_speed.main.run([f"tokenizer={tmp_path}", "device=cpu"]) == 1
     assert "set stock=false" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [["gpus=2", "full=false"], ["full_limit=3", "full=false"], ["limit=0"]])
+def test_options_that_mean_nothing_together_are_refused(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert eval_speed.main.run([f"tokenizer={tmp_path}", "device=cpu", "stock=false", *given]) == 1
+    assert f"error: {given[-1]}: " in capsys.readouterr().err
+
+
+def test_more_gpus_than_there_are_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkpoints, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert eval_speed.main.run([f"tokenizer={tmp_path}", "gpus=2"]) == 1
+    assert "error: gpus=2: this machine has 1" in capsys.readouterr().err
