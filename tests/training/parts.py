@@ -12,6 +12,7 @@ from torch import nn
 
 from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
 from efla_lm.training import distributed, optim
+from efla_lm.training.overlap import sum_in_backward
 from efla_lm.training.step import update
 
 
@@ -27,6 +28,16 @@ def sharded(world: distributed.World, precision: str = "fp32", **fields: Any) ->
     distributed.shard_model(model, list(model.model.layers), mesh, precision)
     model.to_empty(device=world.device)
     initialise(model, 0)
+    return model.train()
+
+
+def whole(overlap: bool, **fields: Any) -> EflaForCausalLM:
+    """The model as ranks of parallel=ddp hold it, with the weights of `sharded`."""
+    model = EflaForCausalLM(tiny_config(**fields))
+    initialise(model, 0)
+    distributed.hold_whole(model, "fp32")
+    if overlap:
+        sum_in_backward(model, list(model.model.layers))
     return model.train()
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 import train
 from efla_lm.training import distributed, step
-from tests.training.parts import adamw, cut, not_finite_at, ragged_batch, sharded
+from tests.training.parts import adamw, cut, not_finite_at, ragged_batch, sharded, whole
 
 RANK = int(os.environ["RANK"])
 
@@ -87,19 +87,22 @@ def collectives(cuts: int) -> dict[str, int]:
     return counts
 
 
-def ragged_update() -> list[float]:
-    """Verdict of one update on a ragged batch of 8 rows, 8 / ranks on each (row C1)."""
+def ragged_updates() -> list[list[float]]:
+    """Verdicts of one update on a ragged batch of 8 rows, 8 / ranks on each (row C1): sharded; whole on every rank,
+    with gradients summed in the backward pass and after it."""
     world = distributed.start("cpu")
-    mine = cut(ragged_batch(), 8 // world.size)[world.rank]
-    model = sharded(world)
-    verdict = step.update(model, adamw(model), cut(mine, 2), world, replicas=1, clip_norm=None, stop=world.rank == 1)
-    return verdict.tolist()
+    mine = cut(cut(ragged_batch(), 8 // world.size)[world.rank], 2)
+    verdicts = []
+    for model, replicas in ((sharded(world), 1), (whole(True), world.size), (whole(False), world.size)):
+        stop = world.rank == 1
+        verdict = step.update(model, adamw(model), mine, world, replicas=replicas, clip_norm=None, stop=stop)
+        verdicts.append(verdict.tolist())
+    return verdicts
 
 
 if __name__ == "__main__":
     plan, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     codes = [launch(item["arguments"], item["trouble"]) for item in plan]
-    verdict = ragged_update()
-    result = {"codes": codes, "ragged": verdict, "collectives": [collectives(cuts) for cuts in (1, 2)]}
+    result = {"codes": codes, "ragged": ragged_updates(), "collectives": [collectives(cuts) for cuts in (1, 2)]}
     (out / f"rank-{RANK}.json").write_text(json.dumps(result))
     distributed.finish()

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from efla_lm.training.checkpoint import fault_in, newest_checkpoint, read_tensors
 from tests.training.launch import (
@@ -27,6 +29,7 @@ from tests.training.launch import (
 HERE = Path(__file__).parent
 LENGTH = ("train.steps=40", "train.validate_every=20", "train.save_every=4")
 PACKED = ("name=packed", "train.steps=10", "train.validate_every=10", "data.packing=documents", "data.max_documents=3")
+TIED = ("name=tied", "model=gated_efla", "model.tie_word_embeddings=true", "train.steps=6")
 SHORT = ("train.steps=10", "train.stop_at=3")  # stopped, so without an export
 FAMILY = [(model, tied) for model in MODELS for tied in (False, True)]
 FSDP, DDP = "parallel=fsdp", "parallel=ddp"
@@ -85,10 +88,16 @@ def two(corpus: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "ddp in two": (("name=ddp-in-two", *LENGTH, DDP, "train.micro_tokens=16", "train.stop_at=8"), None),
         "ddp after": (("name=ddp-after", *LENGTH, DDP, "parallel.overlap=false", "train.stop_at=8"), None),
         "ddp by fsdp": (("name=ddp-by-fsdp", *LENGTH, DDP, "train.cuda_graphs=off", "train.stop_at=8"), None),
+        "modes 1": (("name=modes", *LENGTH, DDP, "train.stop_at=8"), None),
+        "modes 2": (("name=modes", *LENGTH, FSDP, "train.stop_at=16"), None),
+        "modes 3": (("name=modes", *LENGTH, DDP, "parallel.overlap=false", "train.stop_at=24"), None),
+        "tied 1": ((*TIED, FSDP, "train.stop_at=3"), None),
+        "tied 2": ((*TIED, FSDP), None),
         "packed": ((*PACKED, FSDP), None),
         "selective": (("name=selective", *LENGTH, FSDP, f"{KEEPING}=selective", "train.stop_at=4"), None),
         "kept full": (("name=kept-full", *LENGTH, FSDP, f"{KEEPING}=full", "train.stop_at=4"), None),
         "nan": (("name=nan", "train.steps=6", "train.save_every=1"), ["nan", 1, [3]]),
+        "nan ddp": (("name=nan-ddp", "train.steps=6", "train.save_every=1", DDP), ["nan", 1, [3]]),
         "nans": (("name=nans", "train.steps=9", "train.max_skipped_steps=2"), ["nan", 1, [2, 3, 4]]),
         "signal": (("name=signal", "train.steps=30"), ["signal", 1, 4]),
         "before full": (("name=full", "train.steps=9", "train.stop_at=2"), None),
@@ -145,12 +154,14 @@ def test_ragged_batch(two: Two) -> None:
 
     _, codes = two
     first, second = codes["ragged"]
-    assert first == second
+    assert first == second and len(first) == 3
     world = distributed.start("cpu")
     model = sharded(world)
     verdict = update(model, adamw(model), [ragged_batch()], world, replicas=1, clip_norm=None, stop=True).tolist()
     distributed.finish()
-    assert first == pytest.approx(verdict, rel=1e-5)
+    assert verdict[2:] == [0.0, 1.0]
+    for of_two in first:
+        assert of_two == pytest.approx(verdict, rel=1e-5)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -173,6 +184,30 @@ def test_another_number_of_processes_goes_on(two: Two, single: Path, corpus: Pat
         assert consumed(runs, name) == consumed(single, "run")
         assert metrics(runs, name) == pytest.approx(metrics(single, "run"), rel=1e-5)
         assert_same_weights(weights(runs, name, 40), weights(single, "run", 40), 1e-5)
+
+
+def test_another_mode_goes_on(two: Two, single: Path, corpus: Path) -> None:
+    """Whole on each of two ranks, then sharded, then whole again, then one process: the run that never stopped."""
+    runs, codes = two
+    assert all(codes[f"modes {n}"] == [0, 0] for n in (1, 2, 3))
+    assert run_here(corpus, runs, "name=modes", *LENGTH) == 0
+    assert consumed(runs, "modes") == consumed(single, "run")
+    assert metrics(runs, "modes") == pytest.approx(metrics(single, "run"), rel=1e-5)
+    assert_same_weights(weights(runs, "modes", 40), weights(single, "run", 40), 1e-5)
+
+
+def test_tied_embeddings_stay_tied(two: Two, corpus: Path, tmp_path: Path) -> None:
+    """Row C6: sharded, saved, loaded, trained on and exported."""
+    runs, codes = two
+    assert codes["tied 1"] == codes["tied 2"] == [0, 0]
+    assert run_here(corpus, tmp_path, *TIED) == 0
+    assert metrics(runs, "tied") == pytest.approx(metrics(tmp_path, "tied"), rel=1e-5)
+    ours = weights(runs, "tied", 6)
+    assert "lm_head.weight" not in ours
+    assert_same_weights(ours, weights(tmp_path, "tied", 6), 1e-5)
+    loaded = AutoModelForCausalLM.from_pretrained(runs / "tied" / "export")
+    assert loaded.lm_head.weight.data_ptr() == loaded.model.embeddings.weight.data_ptr()
+    assert torch.equal(loaded.lm_head.weight, ours["model.embeddings.weight"])
 
 
 def test_gradients_are_summed_once_per_update(two: Two) -> None:
@@ -215,11 +250,13 @@ def test_every_model_on_two_processes(two: Two, single: Path, model: str, tied: 
 def test_nan_on_one_rank(two: Two) -> None:
     """Row C16: all skip together; weights and moments unchanged; counted; given up after the set number."""
     runs, codes = two
-    assert codes["nan"] == [0, 0] and codes["nans"] == [1, 1]
-    folder = runs / "nan" / "checkpoints"
-    assert_same_weights(read_tensors(folder / "step-3"), read_tensors(folder / "step-4"))
-    assert read_tensors(folder / "step-6", "optim.lm_head.weight.step")["optim.lm_head.weight.step"] == 5
-    assert metrics(runs, "nan", "skipped_steps") == [0, 0, 0, 1, 1, 1]
+    assert codes["nan"] == codes["nan ddp"] == [0, 0] and codes["nans"] == [1, 1]
+    for name in ("nan", "nan-ddp"):
+        folder = runs / name / "checkpoints"
+        assert_same_weights(read_tensors(folder / "step-3"), read_tensors(folder / "step-4"))
+        assert read_tensors(folder / "step-6", "optim.lm_head.weight.step")["optim.lm_head.weight.step"] == 5
+        assert metrics(runs, name, "skipped_steps") == [0, 0, 0, 1, 1, 1]
+    assert_same_weights(weights(runs, "nan-ddp", 6), weights(runs, "nan", 6), 1e-5)
     printed = (runs / "printed.txt").read_text()
     assert "error: 2 updates in a row were not finite, the last one at step 4" in printed
 
