@@ -7,13 +7,14 @@ with TRITON_INTERPRET=1. Memory handed to the kernels is filled with NaN through
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from efla_kernels import backends, efla
 from efla_kernels.accuracy import OPS, Case, relative_errors
 from efla_kernels.selftest import poisoned_memory
-from efla_kernels.triton import choices, ops
+from efla_kernels.triton import choices, dispatch, ops
 from torch import Tensor, nn
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -85,6 +86,41 @@ def test_states_kept_and_computed_again_give_the_same(monkeypatch: pytest.Monkey
         one = case(op, tokens=300 if segments > 1 else 70)
         again, kept = check(one, backend="triton_recompute"), check(one)
         assert all(torch.equal(again[name], kept[name]) for name in kept)
+
+
+@pytest.mark.parametrize(("op", "decay"), [("efla", None), ("gated_efla", None), ("delta_rule", "mixed")])
+@pytest.mark.parametrize(("initial", "final"), [(True, True), (True, False), (False, True)])
+def test_packed_segments_computed_again(op: str, decay: str | None, initial: bool, final: bool) -> None:
+    """The scan of the backward pass leaves outputs out; empty segments and initial states are what they were."""
+    one = case(op, tokens=75, decay=decay, cu_seqlens=(0, 0, 5, 6, 6, 75, 75), initial=initial, final=final)
+    again, kept = check(one, backend="triton_recompute"), check(one)
+    assert all(torch.equal(again[name], kept[name]) for name in kept)
+
+
+class Seen(dict[Any, Any]):
+    """Compiled kernels by key, none kept: the keys that were asked for."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self.setdefault(key, default)
+
+
+@pytest.mark.parametrize("backend", ["triton", "triton_recompute"])
+def test_packed_lengths_ask_for_no_new_kernels(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Forward and backward: variants for multiples of 16 and for others, and none for a length."""
+    seen = Seen()
+    monkeypatch.setattr(dispatch, "_compiled", seen)
+    for tokens in (48, 49):
+        packed_run(tokens, backend)
+    first = set(seen)
+    assert 5 < len(first) < 30
+    for tokens in (50, 63, 64, 65, 77, 80):
+        packed_run(tokens, backend)
+    assert set(seen) == first
+
+
+def packed_run(tokens: int, backend: str) -> None:
+    one = case("gated_efla", tokens=tokens, cu_seqlens=(0, tokens // 3, tokens))
+    one.run(one.inputs(0, "cpu"), backend)
 
 
 def test_what_is_computed_again_is_not_kept() -> None:

@@ -22,6 +22,9 @@ SHAPES: tuple[dict[str, int], ...] = (
     {"key_width": 24, "value_width": 40, "taps": 3},
     {"key_width": 256, "value_width": 128},
     {"key_width": 16, "value_width": 200, "taps": 2},
+    {"key_width": 1, "value_width": 1, "heads": 1},
+    {"key_width": 33, "value_width": 65, "batch": 1},
+    {"key_width": 7, "value_width": 129},
 )
 
 
@@ -41,6 +44,22 @@ def test_kernel_equals_the_pytorch_form(
             results.append((y, tensors["state"], tensors["conv_state"]))
         for got, expected in zip(results[1], results[0], strict=True):
             assert (got - expected).norm() <= 2e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", RULES)
+def test_16_bit_inputs_are_widened(rule: str, dtype: torch.dtype) -> None:
+    """The kernel has sums where the interpreter's bf16 products would be garbage; S stays fp32."""
+    for shape in ({}, {"key_width": 33, "value_width": 65}):
+        tensors, options = decode_inputs(rule, True, dtype=dtype, **shape)
+        wide = {name: x.double() for name, x in tensors.items()}
+        more = {name: x.double() for name, x in options.items()}
+        expected = efla_kernels.decode_step(rule, **wide, **more, backend="torch")
+        y = efla_kernels.decode_step(rule, **tensors, **options, backend="triton")
+        assert y.dtype == dtype and (y - expected).norm() <= 1e-2 * expected.norm()
+        assert tensors["state"].dtype == torch.float32
+        assert (tensors["state"] - wide["state"]).norm() <= 1e-2 * wide["state"].norm()
+        assert torch.equal(tensors["conv_state"].double(), wide["conv_state"])
 
 
 @pytest.mark.parametrize("mixer", RULES)

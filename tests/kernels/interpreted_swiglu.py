@@ -26,6 +26,20 @@ def test_kernels_against_float64(shape: tuple[int, ...], autocast: bool) -> None
         assert (got - expected).norm() <= 1e-6 * expected.norm()
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_16_bit_inputs_are_rounded_once(shape: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
+    """Up-cast, since the interpreter multiplies bf16 as bit patterns; results come in the inputs' type."""
+    gate_up, weight, dy = case(shape, torch.float32)
+    shrunk = gate_up.detach() / 40  # fp16 holds all results
+    gate_up, weight, dy = shrunk.to(dtype).requires_grad_(), weight.detach().to(dtype).requires_grad_(), dy.to(dtype)
+    with poisoned_memory():
+        y = swiglu_linear(gate_up, weight, backend="triton")
+        gradients = torch.autograd.grad(y, (gate_up, weight), dy)
+    for got, expected in zip((y, *gradients), truth(gate_up, weight, dy), strict=True):
+        assert got.dtype == dtype and (got - expected).norm() <= bound * expected.norm()
+
+
 def test_the_backward_pass_has_the_product_of_the_forward_pass() -> None:
     """With W = 1 y is h, and so is dW with dy = 1."""
     gate_up = case((40, 80), torch.float32)[0].detach()

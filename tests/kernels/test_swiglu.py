@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.kernels.test_triton import HERE, run
 
-SHAPES = [(3, 40), (2, 3, 2 * 1030), (1, 2), (5, 2 * 1024)]
+SHAPES = [(3, 40), (2, 3, 2 * 1030), (1, 2), (2, 2 * 7), (6,), (2, 2 * 1023), (5, 2 * 1024)]
 OUTPUTS = 7
 
 
