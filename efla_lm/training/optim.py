@@ -80,17 +80,15 @@ def squared_norm(model: nn.Module, *, replicas: int, world_size: int) -> Tensor:
     return total
 
 
-def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by min(1, max_norm / norm), without a host sync; max_norm 0 leaves them alone."""
-    if max_norm > 0:
-        grads = [local(p.grad) for p in model.parameters() if p.grad is not None]
-        torch._foreach_mul_(grads, (max_norm / norm).clamp(max=1.0).to(torch.float32))
+def step_unless(optimizer: AdamW, skip: Tensor, norm: Tensor, max_norm: float) -> None:
+    """One AdamW step on gradients scaled by min(1, max_norm / norm), or none where `skip` (bool scalar on the device) is
+    true: then weights, moments and the count of updates stay bit for bit as they were. The host does not learn which;
+    it need not wait for the device.
 
-
-def step_unless(optimizer: AdamW, skip: Tensor) -> None:
-    """One AdamW step, or none where `skip` (bool scalar on the device) is true: then weights, moments and the count of
-    updates stay bit for bit as they were. The host does not learn which; it need not wait for the device.
+    norm: of the gradients of all ranks, a scalar on the device; max_norm 0 leaves the gradients alone. They are let go.
     """
-    optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]  # what torch's GradScaler hands over
+    # what torch's GradScaler hands over: the fused kernel divides by the one and does nothing where the other is set
+    optimizer.grad_scale = (norm / max_norm).clamp(min=1.0).float() if max_norm > 0 else None  # type: ignore[attr-defined]
+    optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

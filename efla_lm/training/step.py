@@ -27,7 +27,7 @@ from torch.optim import AdamW
 from efla_lm.errors import UserError
 from efla_lm.training.distributed import World, reduce_whole
 from efla_lm.training.graphs import Inputs, run_eagerly
-from efla_lm.training.optim import clip_gradients, squared_norm, step_unless
+from efla_lm.training.optim import squared_norm, step_unless
 from efla_lm.training.overlap import sums_of
 
 Passes = Callable[[nn.Module, Inputs, Tensor, bool], Tensor]
@@ -63,8 +63,7 @@ def update(
     total, squared, wishes = world.sum(torch.stack([share, squared, wish]))
     norm = squared.sqrt()
     skip = ~(total.isfinite() & norm.isfinite())
-    clip_gradients(model, norm, clip_norm or 0.0)
-    step_unless(optimizer, skip)
+    step_unless(optimizer, skip, norm, clip_norm or 0.0)
     return torch.stack([total, norm, skip.double(), wishes])
 
 

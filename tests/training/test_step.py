@@ -88,7 +88,7 @@ def test_what_decays(world: distributed.World, model_name: str) -> None:
     before = {name: distributed.local(p.detach()).clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optim.step_unless(optimizer, torch.tensor(False))
+    optim.step_unless(optimizer, torch.tensor(False), torch.tensor(1.0), 0.0)
     for name, parameter in model.named_parameters():
         factor = 0.95 if name in decays else 1.0
         torch.testing.assert_close(distributed.local(parameter.detach()), before[name] * factor)
