@@ -81,9 +81,9 @@ def squared_norm(model: nn.Module, *, replicas: int, world_size: int) -> Tensor:
 
 
 def step_unless(optimizer: AdamW, skip: Tensor, norm: Tensor, max_norm: float) -> None:
-    """One AdamW step on gradients scaled by min(1, max_norm / norm), or none where `skip` (bool scalar on the device) is
-    true: then weights, moments and the count of updates stay bit for bit as they were. The host does not learn which;
-    it need not wait for the device.
+    """One AdamW step on gradients scaled by min(1, max_norm / norm), or none where `skip` (bool scalar on the device)
+    is true: then weights, moments and the count of updates stay bit for bit as they were. The host does not learn
+    which; it need not wait for the device.
 
     norm: of the gradients of all ranks, a scalar on the device; max_norm 0 leaves the gradients alone. They are let go.
     """
