@@ -75,7 +75,11 @@ class HarnessLM(TemplateLM):
         mine = batches if self.scorer.lockstep else batches[self.scorer.rank :: self.scorer.world_size]
         done: list[tuple[int, str]] = []
         for numbers in tqdm(mine, desc="generating", disable=None if self.scorer.rank == 0 else True, leave=False):
-            texts = self._generate([prompts[n] for n in numbers], options[numbers[0]])
+            texts = self.scorer.in_parts(
+                numbers,
+                lambda part: self._generate([prompts[n] for n in part], options[part[0]]),
+                lambda n: min(len(prompts[n]), self.max_length) + options[n].new_tokens,
+            )
             done.extend(zip(numbers, texts))
         answers = dict(item for part in self.scorer.gather(done) for item in part)
         return [answers[n] for n in range(len(requests))]

@@ -8,7 +8,7 @@ right, which a causal model cannot see, so no mask is needed and a row's numbers
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from tqdm import tqdm
 from efla_lm.errors import UserError
 from efla_lm.training.distributed import World
 
+S = TypeVar("S")
 T = TypeVar("T")
 Pair = tuple[list[int], list[int]]
 LOGIT_CHUNK = 1 << 25  # elements of fp32 logits that are reduced at once (128 MiB)
@@ -122,7 +123,7 @@ class Scorer:
         quiet = None if self.rank == 0 else True  # None: shown on a terminal only
         with tqdm(total=sum(map(len, mine)), desc=description, unit="row", disable=quiet, leave=False) as bar:
             for batch in mine:
-                found.extend(self._score_batch(batch))
+                found.extend(self.in_parts(batch, self._forward, lambda row: len(row.inputs)))
                 bar.update(len(batch))
         if self.lockstep and len(mine) < -(-len(batches) // self.world_size):
             self._idle_pass()
@@ -161,29 +162,34 @@ class Scorer:
             yield rows[start : start + size]
             start += size
 
-    def _score_batch(self, rows: list[_Row]) -> list[tuple[int, float, bool]]:
+    def in_parts(self, items: list[S], work: Callable[[list[S]], list[T]], length: Callable[[S], int]) -> list[T]:
+        """work(items), or of their halves, and of halves of these, where memory runs out and the batch size is auto.
+
+        length: tokens of an item, the longest of which stands first. Raises UserError where no halves are allowed, or
+        where one item alone exceeds the memory.
+        """
         try:
-            return self._forward(rows)
+            return work(items)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not _out_of_memory(error):
                 raise
-            length = len(rows[0].inputs)
-            if len(rows) == 1:
-                raise UserError(f"one row of {length} tokens exceeds the memory of {self.device}") from None
+            tokens = length(items[0])
+            if len(items) == 1:
+                raise UserError(f"one row of {tokens} tokens exceeds the memory of {self.device}") from None
             if self.lockstep:  # the others are waiting in the same forward pass
                 raise UserError(
-                    f"evaluating {len(rows)} rows of {length} tokens exceeds the memory of {self.device}: give "
+                    f"evaluating {len(items)} rows of {tokens} tokens exceeds the memory of {self.device}: give "
                     "train.micro_tokens a smaller value, or evaluate after training with eval.py"
                 ) from None
             if self.batch_size != "auto":
                 raise UserError(
-                    f"batch_size={self.batch_size} of {length} tokens exceeds the memory of {self.device}; use auto"
+                    f"batch_size={self.batch_size} of {tokens} tokens exceeds the memory of {self.device}; use auto"
                 ) from None
         # outside the handler, which holds on to the failed batch's tensors
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        half = (len(rows) + 1) // 2
-        return self._score_batch(rows[:half]) + self._score_batch(rows[half:])
+        half = (len(items) + 1) // 2
+        return self.in_parts(items[:half], work, length) + self.in_parts(items[half:], work, length)
 
     @torch.no_grad()
     def _idle_pass(self) -> None:

@@ -13,6 +13,7 @@ from efla_data.recipe import Recipe
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 
+from efla_lm.errors import UserError
 from efla_lm.evaluation import checkpoints
 from efla_lm.evaluation.harness import HarnessLM
 from efla_lm.evaluation.runner import load_tasks, run_tasks
@@ -179,3 +180,29 @@ def test_generation_equals_the_stock_model(kind: str, batch_size: int | str, tmp
     expected = HFLM(pretrained=str(export), device="cpu", dtype="float32", batch_size=1).generate_until(requests)
     assert load_harness(export, batch_size).generate_until(requests) == expected
     assert any(expected)
+
+
+@pytest.mark.parametrize("kind", ["efla", "llama"])
+def test_generation_in_halves_until_it_fits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.api.instance import Instance
+
+    export, options = save_export(tmp_path / "export", kind), {"until": ["q"], "max_gen_toks": 6, "do_sample": False}
+    prompts = ["river", "the quiet paper " * 30, "market garden", "stone light under winter", "salt"]
+    requests = [Instance("generate_until", {}, (prompt, options), n) for n, prompt in enumerate(prompts)]
+    expected = load_harness(export, 1).generate_until(requests)
+    generate, limit, sizes = HarnessLM._generate, 2, list[int]()
+
+    def small_memory(self: HarnessLM, prompts: list[list[int]], options: Any) -> list[str]:
+        sizes.append(len(prompts))
+        if len(prompts) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return generate(self, prompts, options)
+
+    monkeypatch.setattr(HarnessLM, "_generate", small_memory)
+    assert load_harness(export, "auto").generate_until(requests) == expected
+    assert sizes[0] > limit and max(sizes[1:]) > 1
+    with pytest.raises(UserError, match=r"batch_size=3 of .* tokens exceeds the memory of cpu; use auto"):
+        load_harness(export, 3).generate_until(requests)
+    limit = 0
+    with pytest.raises(UserError, match="one row of"):
+        load_harness(export, "auto").generate_until(requests)
