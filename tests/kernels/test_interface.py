@@ -142,8 +142,6 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str
          {}, "divides H=4, got G=3"),
         ("mamba2", dict, {"dt_mask": torch.ones(2, 5)}, r"dt_mask: expected shape \[2, 6\]"),
         ("efla", dict, {"initial_state": torch.zeros(1, 2, 16, 24)}, r"initial_state: .*N = batch size, got \[1, 2"),
-        ("efla", dict, {"cu_seqlens": torch.tensor([0, 6])}, "batch size 1, got batch size 2"),
-        ("mamba2", dict, {"cu_seqlens": torch.tensor([0, 6])}, "batch size 1, got batch size 2"),
     ],
 )  # fmt: skip
 def test_bad_arguments(
@@ -159,6 +157,14 @@ def test_bad_arguments(
 def test_bad_segment_offsets(op: str, backend: str, offsets: list[Any]) -> None:
     with pytest.raises(ValueError, match="cu_seqlens: expected"):
         call(op, make_case(op, 6, batch=1).inputs, cu_seqlens=torch.tensor(offsets), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("op", OPS)
+def test_packing_needs_batch_size_1(op: str, backend: str) -> None:
+    """Else the boundaries would be those of which row?"""
+    with pytest.raises(ValueError, match="batch size 1, got batch size 2; flatten the batch"):
+        call(op, make_case(op, 6).inputs, cu_seqlens=torch.tensor([0, 6]), backend=backend)
 
 
 def test_a_state_per_segment_is_expected() -> None:
