@@ -9,6 +9,7 @@ from efla_lm.errors import UserError
 from efla_lm.settings.fields import PATH, key
 
 OPS = ("efla", "deltanet", "gated_deltanet", "gated_efla", "mamba2")
+WIDEST = 256  # heads that our kernels take
 IMPLEMENTATIONS = ("ours", "ours_recompute", "fla", "torch", "mamba_ssm")
 
 
@@ -49,6 +50,8 @@ class BenchSettings:
             raise UserError(f"impls=[ours_recompute] has none of directions={self.directions}: expected fwd_bwd")
         pairs(self.shapes)
         expect_counts(self, "heads", "decode_batches")
-        expect_positive(self, "seeds", "repeats", "width", "decode_layers")
+        expect_positive(self, "seeds", "repeats", "decode_layers")
+        if self.width % 2 or not 2 <= self.width <= WIDEST:
+            raise UserError(f"width={self.width}: expected an even number up to {WIDEST}")
         if self.workers < 0:
             raise UserError(f"workers={self.workers}: expected 0 or more")

@@ -13,7 +13,7 @@ import torch
 from efla_kernels.accuracy import relative_errors
 
 from efla_lm.benchmarks import calls, decoding, mamba_calls, report, run
-from efla_lm.benchmarks.settings import BenchSettings
+from efla_lm.benchmarks.settings import WIDEST, BenchSettings
 from efla_lm.benchmarks.timing import Timing
 from efla_lm.errors import UserError
 from scripts import bench
@@ -256,10 +256,17 @@ def test_the_pytorch_form_takes_the_first_shape_only() -> None:
     assert [s.batch for s in run.shapes(settings, "efla", "torch", 8)] == [8]
 
 
+def test_the_widest_heads_are_those_of_the_kernels() -> None:
+    pytest.importorskip("triton")
+    from efla_kernels.triton import ops
+
+    assert ops.WIDEST == WIDEST
+
+
 REFUSED = (
     "decode_layers=0", "shapes=[8by2048]", "shapes=[]", "impls=[cuda]", "impls=[mamba_ssm]", "ops=[mamba]", "seeds=0",
     "heads=[8,0]", "decode_batches=[]", "workers=-1", "impls=[ours_recompute] directions=[fwd,decode]",
-    "impls=[mamba_ssm] mamba_ssm=. ops=[efla]",
+    "impls=[mamba_ssm] mamba_ssm=. ops=[efla]", "width=1", "width=512",
 )  # fmt: skip
 
 
