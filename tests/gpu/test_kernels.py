@@ -19,11 +19,11 @@ pytestmark = [
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def check(case: Case, seed: int = 0) -> None:
+def check(case: Case, seed: int = 0, backend: str = "triton") -> None:
     """Output, state and every gradient within the self-test's bounds, 0 <= a lam <= 1 aside from them."""
     tensors = case.inputs(seed, "cuda")
     with poisoned_memory():
-        got = case.run(tensors, "triton")
+        got = case.run(tensors, backend)
     row = Row("", case)
     errors = relative_errors(got, case.truth(tensors))
     bad = {name: error for name, error in errors.items() if not error <= row.bound(name)}
@@ -43,12 +43,13 @@ def test_every_length(tokens: int, initial: bool) -> None:
     check(Case("efla", batch=2, tokens=tokens, key_width=64, value_width=64, initial=initial))
 
 
+@pytest.mark.parametrize("backend", ["triton", "triton_recompute"])
 @pytest.mark.parametrize("op", ["efla", "gated_efla"])
-def test_packed_documents_with_empty_ones(op: str) -> None:
+def test_packed_documents_with_empty_ones(op: str, backend: str) -> None:
     case = Case(op, tokens=PACKED[-1], key_width=64, value_width=64, cu_seqlens=PACKED)
-    check(case)
+    check(case, backend=backend)
     tensors = case.inputs(0, "cuda")
-    got = case.run(tensors, "triton")
+    got = case.run(tensors, backend)
     for n in (0, 3, 5):
         assert torch.equal(got["state"][n], tensors["initial_state"][n])
 
@@ -163,7 +164,7 @@ def test_decoding_steps_in_a_cuda_graph(rule: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("batch", [2, 64])
-@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("width", [33, 64, 128, 256])
 def test_decoding_at_other_widths_and_batches(width: int, batch: int) -> None:
     x = decode_inputs("gated_efla", batch, 3, width, BF16, "cuda")
     expected = truth("gated_efla", x)
