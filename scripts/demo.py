@@ -74,6 +74,8 @@ def main() -> None:
     train, heldout = TokenFile.open(TOKENS, "train"), TokenFile.open(TOKENS, "heldout")
     results = sorted((run / "results").glob("*.json"))
     table = Table(title="the demo in numbers", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # a path is never cut short
     table.add_row("tokens to train on, held out", f"{train.num_tokens:,}, {heldout.num_tokens:,}")
     table.add_row("held-out loss if every token were equally likely", f"{uniform_entropy(train):.3f} nats/token")
     table.add_row("held-out loss from token frequencies alone", f"{unigram_entropy(train, heldout):.3f} nats/token")

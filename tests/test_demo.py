@@ -7,8 +7,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from scripts import demo
 
@@ -34,6 +36,28 @@ def test_training_that_was_stopped_is_not_evaluated(
     assert stop.value.code == 1
     assert typed == ["-m", "train.py"]
     assert "training was stopped" in capsys.readouterr().out
+
+
+def test_the_table_names_whole_paths_on_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made(*words: str) -> float:
+        if words[0] == "train.py":
+            run = tmp_path / "runs" / words[-1].removeprefix("name=")
+            (run / "export").mkdir(parents=True)
+            (run / "results").mkdir()
+            (run / "results" / "heldout-step-300-20260101-000000.json").touch()
+        return 0.0
+
+    monkeypatch.setattr(demo, "ROOT", tmp_path)
+    monkeypatch.setattr(demo, "command", made)
+    monkeypatch.setattr(demo.TokenFile, "open", lambda *_: SimpleNamespace(num_tokens=1))
+    for name in ("uniform_entropy", "unigram_entropy", "last_validation"):
+        monkeypatch.setattr(demo, name, lambda *_: 1.0)
+    monkeypatch.setattr(demo, "console", Console(width=80))
+    demo.main()
+    cells = [line.split("│")[2].strip() for line in capsys.readouterr().out.splitlines() if line.count("│") == 3]
+    assert "results/heldout-step-300-20260101-000000.json" in "".join(cells)
 
 
 def test_ctrl_c_waits_for_the_command_to_save(tmp_path: Path) -> None:
