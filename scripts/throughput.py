@@ -14,6 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from efla_kernels.environment import describe_environment
 
 from efla_lm.benchmarks import files, train_report, train_speed
@@ -27,6 +28,12 @@ def main(settings: ThroughputSettings) -> int:
     """Measure tokens per second, MFU, peak memory and start-up of training by model, size and shape."""
     if settings.table:
         show(Path(settings.table))
+        return 0
+    if settings.device == "auto" and not torch.cuda.is_available():
+        print(
+            "no accelerator found: there is nothing to time here. `table=FILE` prints an earlier result; device=cpu "
+            "times a CPU, with small models: sizes=[tiny] shapes=[2x64]."
+        )
         return 0
     path = files.result_path(settings.out, "throughput")
     environment = describe_environment()

@@ -57,6 +57,14 @@ def test_points_in_processes_of_their_own(tmp_path: Path, capsys: pytest.Capture
     assert "**tiny**" in printed and out.with_suffix(".png").stat().st_size > 0
 
 
+def test_without_a_gpu_nothing_is_started_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(f"out={tmp_path}/speed.json", "device=auto") == 0
+    assert "no accelerator found" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
 def test_a_size_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("sizes=[340]") == 1
     assert "sizes=['340']: expected a list from 1b3, 340m, tiny" in capsys.readouterr().err
