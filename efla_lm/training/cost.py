@@ -72,7 +72,7 @@ def saved_per_token(config: EflaConfig, keeping: str = "none") -> float:
         with SwiGLU       D (projected mixer output) [+ D (the normed stream)] + 2 F (gate and up)
         delta rules       3 A (before the convolution) [+ 3 A (q, k, v)] {+ A (output)} [+ A (normed)]
                           + A with an output gate
-                          {+ H (2 C + table)}  (inverse and scores; the gates' table of 6 numbers, gated: 8)
+                          {+ H (2 C + table)}  (inverse and scores; the gates' table of 8 numbers, gated: 10)
                           {+ H (K V / C + V)}  (chunk states, solved rows; not with backend=triton_recompute)
         attention         3 A (q, k, v) + A (output) + 2 H (log-sums)
         Mamba-2           2 E + 2 G N + heads (projection) [+ E + 2 G N (after the convolution)] {+ E (output)} [+ E
@@ -90,7 +90,7 @@ def saved_per_token(config: EflaConfig, keeping: str = "none") -> float:
         mixer += 0 if keeping == "products" else op
     elif config.mixer in DELTA_MIXERS:
         K = V = config.head_dim
-        table = 6 if config.mixer in ("efla", "deltanet") else 8
+        table = 8 if config.mixer in ("efla", "deltanet") else 10
         op = A + H * (2 * CHUNK + table) + states * H * (K * V / CHUNK + V)
         mixer = (3 if again else 7) * A + (A if config.output_gate else 0)
         mixer += 0 if keeping == "products" else op
