@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from efla_lm.benchmarks.train_speed import key
 from efla_lm.settings import compose
 from efla_lm.settings.plan import PlanSettings
 from efla_lm.training import cost, measured
@@ -40,16 +41,11 @@ def forecasts(path: Path, result: Row) -> list[Row]:
         if "skipped" in row or row["impl"] not in measured.OURS:
             continue
         settings = settings_of(row, result["settings"]["vocab_size"], gpu)
-        others = [other for other in measured.rows_of(path) if not same_point(other, row)]
+        others = [other for other in measured.rows_of(path) if key(other) != key(row)]
         seen = forecast(settings, gpus=row["gpus"], gpu=gpu, efficiency=settings.efficiency, rows=others)
         rate = seen.duration.tokens_per_second
         found.append({"row": row, "peak_gib": seen.memory.peak_gib, "rate": rate, "source": seen.speed.source})
     return found
-
-
-def same_point(a: Row, b: Row) -> bool:
-    """Whether two rows are of one point."""
-    return all(a[name] == b[name] for name in ("model", "size", "batch", "tokens", "gpus", "parallel", "options"))
 
 
 def off_by(forecast: float, found: float) -> str:

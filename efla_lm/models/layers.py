@@ -46,6 +46,12 @@ def at_hand(weight: Tensor, x: Tensor) -> bool:
     return weight.device == x.device
 
 
+def folds(weight: Tensor, x: Tensor) -> bool:
+    """Whether a norm leaves its weight to the products behind it: for its gradient alone, as to scale W costs a single
+    token more than to scale it."""
+    return torch.is_grad_enabled() and at_hand(weight, x)
+
+
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
@@ -63,9 +69,9 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
     def apart(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(y, gain) for `project`: y * gain is the norm's result. Without gradients it is y itself, and gain None: to
-        scale W would cost a single token more than to scale it."""
-        if not torch.is_grad_enabled() or not at_hand(self.weight, x):
+        """(y, gain) for `project`: y * gain is the norm's result. Where the weight does not fold it is y itself, and
+        gain None."""
+        if not folds(self.weight, x):
             return self(x), None
         return F.rms_norm(x, self.weight.shape, None, self.eps), self.weight
 
@@ -90,7 +96,7 @@ class GatedRMSNorm(nn.Module):
 
     def apart(self, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor | None]:
         """As `RMSNorm.apart`."""
-        if not torch.is_grad_enabled() or not at_hand(self.weight, x):
+        if not folds(self.weight, x):
             return self(x, gate), None
         return self._normed(x, gate, None), self.weight
 
