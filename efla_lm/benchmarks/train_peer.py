@@ -2,6 +2,9 @@
 
 Each block and the rest are FSDP2 groups with bf16 weights and fp32 reduction; AdamW is fused, the loss is the fused
 linear cross-entropy, gradients are clipped to norm 1, nothing is compiled (its ops break the graph: it gets slower).
+In an update the host reads the gradient's norm, so as to skip one that is not finite, and the loss: flame's recipes
+(https://github.com/fla-org/flame, README: `--training.skip_nan_inf`, `--metrics.log_freq 1`) do both in every update.
+Without `point.peer_waits` it reads neither: what fla's model gives in a loop that never asks the device.
 Batches and learning rate are those that ours gets.
 """
 
@@ -62,6 +65,7 @@ class Peer:
         if settings.train.device == "cpu" or not torch.cuda.is_available():
             raise UserError("fla needs a CUDA device")
         world = start("cuda", settings.parallel.world_size)
+        self.waits = point.peer_waits
         self.settings, self.device, self.world_size, self.is_main = settings, world.device, world.size, world.is_main
         self.budget = plan_budget(settings.train, settings.data.context, world.size)
         self.batch_tokens = self.budget.batch_tokens
@@ -100,10 +104,13 @@ class Peer:
             ids = self.data.batch(number, micro).input_ids.pin_memory().to(self.device, non_blocking=True)
             loss = self.model(input_ids=ids, labels=ids).loss / budget.micro_steps
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not self.waits or bool(norm.isfinite()):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.loss = loss.detach() * budget.micro_steps
+        if self.waits:
+            self.loss.item()
 
     def settle(self) -> float:
         """See `train_point.Subject`."""

@@ -49,6 +49,7 @@ class Point:
     windows: int
     updates: int
     profile: int
+    peer_waits: bool  # fla reads norm and loss in every update (`train_peer`)
     started: float
 
 

@@ -89,16 +89,22 @@ def ratio_lines(rows: list[Row]) -> list[str]:
     """Ours against fla's DeltaNet where both ran at one size: speed, memory, start-up; against our EFLA; and several
     GPUs against one, with the time when nothing but communication runs, or nothing at all, where it was traced."""
     lines = []
-    base = {shape(r): r for r in rows if (r["model"], r["impl"]) == BASELINE}
+    base: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda r: len(r["options"])):
+        if (row["model"], row["impl"]) == BASELINE:
+            base.setdefault(shape(row), []).append(row)
     efla = {shape(r): r for r in rows if (r["model"], r["impl"], r["options"]) == ("efla", "efla_lm", [])}
     for row in rows:
         if row["impl"] != "efla_lm":
             continue
         parts = []
-        if (other := base.get(shape(row))) is not None:
+        for other in base.get(shape(row), []):
             speed = row["tokens_per_second"] / other["tokens_per_second"]
             memory, start = row["peak_gib"] / other["peak_gib"], row["startup_s"] / other["startup_s"]
-            parts.append(f"{speed:.2f}x fla's DeltaNet with {memory:.2f} of its memory and {start:.2f} of its start-up")
+            theirs = "".join(f" [{option}]" for option in other["options"])
+            parts.append(
+                f"{speed:.2f}x fla's DeltaNet{theirs} with {memory:.2f} of its memory and {start:.2f} of its start-up"
+            )
         if (ours := efla.get(shape(row))) is not None and row is not ours:
             parts.append(f"{row['tokens_per_second'] / ours['tokens_per_second']:.3f} of EFLA's speed")
         one = [r for r in rows if (r["gpus"], point(r)) == (1, point(row))]

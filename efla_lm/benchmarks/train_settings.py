@@ -33,6 +33,7 @@ class ThroughputSettings:
     modes: list[str] = key(["auto"], "parallel.mode of each point")
     vocab_size: int = key(32000, "ids of the random text and rows of the embedding")
     train: list[str] = key([], "more overrides for train.py's settings, quoted: \"train=['train.compile=false']\"")
+    peer_waits: bool = key(True, "fla: the host reads norm and loss in every update, as in flame's recipes")
     warmup: int = key(8, "updates before the clock; the start-up time is that of the fourth of all")
     windows: int = key(3, "spans of time, whose median counts")
     updates: int = key(10, "updates in a span; the device takes the time, so that the host never waits for it")

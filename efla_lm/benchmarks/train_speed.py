@@ -55,14 +55,15 @@ class Plan:
             f"model={self.model}", f"size={self.size}", f"parallel={self.parallel}", f"data.dir={data_dir}",
             f"data.context={self.tokens}", f"model.vocab_size={settings.vocab_size}", f"train.micro_batch={self.batch}",
             f"train.batch_tokens={self.batch * self.tokens * self.gpus}", f"train.steps={total}",
-            f"train.device={settings.device}", *self.options,
+            f"train.device={settings.device}", *(self.options if self.impl == "efla_lm" else ()),
         ]  # fmt: skip
 
 
 def plans(settings: ThroughputSettings) -> list[Plan]:
     """The points in the order of running: ours first, small sizes first."""
+    options = {"efla_lm": tuple(settings.train), "fla": () if settings.peer_waits else ("peer_waits=false",)}
     return [
-        Plan(model, size, impl, batch, tokens, settings.gpus, mode, tuple(settings.train) if impl == "efla_lm" else ())
+        Plan(model, size, impl, batch, tokens, settings.gpus, mode, options[impl])
         for size in settings.sizes
         for impl in settings.impls
         for model in settings.models
@@ -103,7 +104,7 @@ def run(
     point = asdict(plan)
     del point["options"]
     point |= {"overrides": plan.overrides(data_dir, settings), "started": time.time()}
-    point |= {name: getattr(settings, name) for name in ("warmup", "windows", "updates", "profile")}
+    point |= {name: getattr(settings, name) for name in ("warmup", "windows", "updates", "profile", "peer_waits")}
     (place / "spec.json").write_text(json.dumps(point), encoding="utf-8")
     launcher = ["-m"]
     if plan.gpus > 1:

@@ -127,8 +127,9 @@ def test_clock_waits_at_marks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("efla_lm.benchmarks.train_point.time.perf_counter", lambda: float(next(ticks)))
     monkeypatch.setattr("efla_lm.benchmarks.train_point.peak_flops", lambda _: 1e6)
     point = Point(
-        "efla", "tiny", "efla_lm", 1, 100, 2, "auto", [], warmup=5, windows=2, updates=3, profile=0, started=0.0
-    )
+        "efla", "tiny", "efla_lm", 1, 100, 2, "auto", [], warmup=5, windows=2, updates=3, profile=0, peer_waits=True,
+        started=0.0,
+    )  # fmt: skip
     subject = Counted()
     row = measure(subject, point)
     # a processor is waited for at each mark, a GPU is not; update 5 is not counted
@@ -149,6 +150,7 @@ def made_up() -> dict[str, Any]:
     environment = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "triton": "3", "flash-linear-attention": "0.6.0"}
     figures = (("efla", "efla_lm", 160e3, 9.6), ("gated_efla", "efla_lm", 144e3, 10.0), ("deltanet", "fla", 50e3, 19.2))
     found = [row(*columns) for columns in figures]
+    found.append(row("deltanet", "fla", 80e3, 19.2, options=["peer_waits=false"]))
     failed = {"model": "transformer", "size": "340m", "impl": "fla", "batch": 8, "tokens": 2048, "gpus": 1,
               "options": [], "parallel": "auto", "skipped": "ImportError: flash-attn"}  # fmt: skip
     return {"environment": environment, "gpu": "NVIDIA H200", "rows": [*found, failed]}
@@ -158,6 +160,7 @@ def test_report(tmp_path: Path) -> None:
     text = train_report.markdown(made_up())
     assert "| EFLA | 160.0, 0.40, 9.6 GiB, 20 s |" in text
     assert "- EFLA 8x2048: 3.20x fla's DeltaNet with 0.50 of its memory and 1.00 of its start-up" in text
+    assert "2.00x fla's DeltaNet [peer_waits=false] with 0.50" in text
     assert "0.900 of EFLA's speed" in text
     assert "- 340m Transformer (fla) 8x2048: ImportError: flash-attn" in text
     train_report.plot(made_up(), tmp_path / "plot.png")
