@@ -15,6 +15,9 @@ Every malformed argument raises ValueError.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -148,7 +151,7 @@ def _run(
         "cu_seqlens": cu_seqlens,
     }
     # a 16-bit autocast around the op must not reach the products of states and gates
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q.device.type):
         fused = getattr(implementation, op, None)
         if op == "delta_rule":
             return implementation.delta_rule(q, k, v, gates["erase"], gates["write"], log_decay, **options)
@@ -157,6 +160,13 @@ def _run(
             return fused(q, k, v, gates["beta_logit"], *decays, **options)
         q, k, erase, write, log_decay = model_coefficients(op, q, k, gates["beta_logit"], log_decay)
         return implementation.delta_rule(q, k, v, erase, write, log_decay, **options)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """No autocast on devices of this type; nothing to enter where there is none, unless torch.compile looks on."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def model_coefficients(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from efla_kernels.triton.arguments import Packing, pack, rows_in_place, use_descriptors
-from efla_kernels.triton.choices import CHUNK, RAW, Choice, Problem, choose
+from efla_kernels.triton.choices import CHUNK, RAW, Choice, Problem
 from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.gradient_k import gradient_k_kernel
 from efla_kernels.triton.gradient_q import gradient_q_kernel
@@ -37,7 +37,7 @@ def _tma(p: Problem, *tensors: Tensor) -> bool:
     """Whether tensor descriptors can serve: 16-bit types, and K a power of two that fills its blocks (states in whole
     tiles).
     """
-    return p.dtype != torch.float32 and p.flags()["BK"] == p.key_width and use_descriptors(*tensors)
+    return p.dtype != torch.float32 and p.flags["BK"] == p.key_width and use_descriptors(*tensors)
 
 
 def forward(
@@ -54,7 +54,7 @@ def forward(
     keep_states: bool,
 ) -> tuple[Tensor, Tensor, Saved]:
     """Outputs, final states (empty without `output_final`) and what the backward pass needs."""
-    p, choice = problem, choose(problem.key_width, problem.value_width, problem.dtype, problem.decays)
+    p, choice = problem, problem.choice
     q, k, v, gate = rows_in_place(q), rows_in_place(k), rows_in_place(v), gate.contiguous()
     unused = gate
     packing = pack(cu_seqlens, CHUNK, p.chunks, unused)
@@ -67,7 +67,7 @@ def forward(
         q, k, gate, unused if write is None else write.contiguous(), unused if decay is None else decay.contiguous(),
         *packing, inverse, scores, table, p.tokens, p.scale, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
         MODE=p.mode, PACKED=p.packed, num_warps=choice.solve.warps, num_stages=choice.solve.stages,
-        registers=choice.solve.registers, **p.flags(),
+        registers=choice.solve.registers, **p.flags,
     )  # fmt: skip
     transitions, first_states = torch.empty(0, **fp32), torch.empty(0, **fp32)
     if p.segments > 1:
@@ -116,7 +116,7 @@ def _scan(
         packing.cu_seqlens, packing.first_chunk, o, final, saved.states, saved.solved, p.tokens, p.chunks_per_segment,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
         SEGMENTS=p.segments, INITIAL=initial is not None, FINAL=output_final, OUTPUT=output, SAVE=keep,
-        TMA=_tma(p, q, k, v), PACKED=p.packed, STAGES=block.stages, num_warps=block.warps, **width, **p.flags(),
+        TMA=_tma(p, q, k, v), PACKED=p.packed, STAGES=block.stages, num_warps=block.warps, **width, **p.flags,
     )  # fmt: skip
     return o, final
 
@@ -142,7 +142,7 @@ def _first_states(
         transition_kernel, p.sequences * p.segments * p.heads * blocks,
         k, v, inverse, table, packing.cu_seqlens, packing.first_chunk, transitions, built, p.tokens,
         p.chunks_per_segment, k.stride(1), k.stride(2), v.stride(1), v.stride(2),
-        SEGMENTS=p.segments, TMA=_tma(p, k, v), STAGES=block.stages, num_warps=block.warps, **width, **p.flags(),
+        SEGMENTS=p.segments, TMA=_tma(p, k, v), STAGES=block.stages, num_warps=block.warps, **width, **p.flags,
     )  # fmt: skip
     return _merge(p, choice, transitions, built, initial, reverse=False, left_over=None), transitions
 
@@ -158,7 +158,7 @@ def _merge(
 ) -> Tensor:
     carried = torch.empty_like(local)
     width, block = p.width(choice.merge), choice.merge
-    flags = p.flags()
+    flags = p.flags
     launch(
         merge_kernel, p.sequences * p.heads * -(-p.value_width // width["BV"]),
         transitions, local, local if outer is None else outer, carried, local if left_over is None else left_over,
@@ -196,7 +196,7 @@ def backward(
     cu_seqlens: Tensor | None,
 ) -> Gradients:
     """Gradients of all inputs from do [B, T, H, V] and the final states' gradient."""
-    p, choice = problem, choose(problem.key_width, problem.value_width, problem.dtype, problem.decays)
+    p, choice = problem, problem.choice
     q, k, v, gate, do = rows_in_place(q), rows_in_place(k), rows_in_place(v), gate.contiguous(), do.contiguous()
     unused = gate
     packing = pack(cu_seqlens, CHUNK, p.chunks, unused)
@@ -226,7 +226,7 @@ def backward(
             q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
             SEGMENTS=p.segments, D_FINAL=d_end is not None, D_INITIAL=d_start is not None,
             STORE=store, WRITES=writes, PACKED=p.packed, TMA=tma, STAGES=block.stages, num_warps=block.warps,
-            **width, **p.flags(),
+            **width, **p.flags,
         )  # fmt: skip
 
     if p.segments > 1:
@@ -251,7 +251,7 @@ def backward(
         q, k, do, saved.table, saved.states, saved.solved, *packing, dq, d_scores, d_decay,
         p.tokens, p.scale, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
         MODE=p.mode, PACKED=p.packed, num_warps=block.warps, num_stages=block.stages, registers=block.registers,
-        **width, **p.flags(),
+        **width, **p.flags,
     )  # fmt: skip
     width, block = p.width(choice.gradient_k, inside=True), choice.gradient_k
     launch(
@@ -259,6 +259,6 @@ def backward(
         q, k, gate, decay, d_scores, saved.table, saved.states, saved.solved, d_states, d_solved, d_writes, *packing,
         dk, d_gate, d_write, d_decay, p.tokens, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
         BLOCKS=blocks, MODE=p.mode, PACKED=p.packed, num_warps=block.warps, num_stages=block.stages,
-        registers=block.registers, **width, **p.flags(),
+        registers=block.registers, **width, **p.flags,
     )  # fmt: skip
     return Gradients(dq, dk, dv, d_gate, d_write, d_decay, d_initial)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from efla_kernels.triton.arguments import Packing, pack, rows_in_place, use_descriptors
+from efla_kernels.triton.arguments import Packing, pack, power_of_two, rows_in_place, use_descriptors
 from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.ssd_choices import Problem
 from efla_kernels.triton.ssd_gates import ssd_gate_gradient_kernel, ssd_table_kernel
@@ -50,7 +49,7 @@ def _scan(
     """Both scans: states before (gradients after) each chunk; `outer` and `left_over` [sequences, H, N, P] fp32."""
     block, flags = p.choice.scan, p.flags()
     segments, each = p.segments()
-    width = min(block.rows, max(16, triton.next_power_of_2(p.state_width)))
+    width = min(block.rows, max(16, power_of_two(p.state_width)))
     programs = p.sequences * segments * p.heads * -(-p.state_width // width)
     tma = _tma(p, x, keys)
 
