@@ -74,7 +74,7 @@ def wall_time(function: Callable[[], Any], repeats: int, calls: int = 10) -> Tim
     for _ in range(3):
         function()
     samples = []
-    for _ in range(max(3, repeats // calls)):
+    for _ in range(max(3, repeats // 2)):  # other programs disturb the host now and then: the median needs many
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(calls):

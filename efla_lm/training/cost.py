@@ -72,8 +72,9 @@ def saved_per_token(config: EflaConfig, keeping: str = "none") -> float:
         with SwiGLU       D (projected mixer output) [+ D (the normed stream)] + 2 F (gate and up)
         delta rules       3 A (before the convolution) [+ 3 A (q, k, v)] {+ A (output)} [+ A (normed)]
                           + A with an output gate
-                          {+ H (2 C + table)}  (inverse and scores; the gates' table of 8 numbers, gated: 10)
-                          {+ H (K V / C + V)}  (chunk states, solved rows; not with backend=triton_recompute)
+                          {+ H (C + table)}  (inverse; the gates' table of 8 numbers, gated: 10)
+                          {+ H (C + K V / C + V)}  (scores, chunk states, solved rows; not with
+                          backend=triton_recompute)
         attention         3 A (q, k, v) + A (output) + 2 H (log-sums)
         Mamba-2           2 E + 2 G N + heads (projection) [+ E + 2 G N (after the convolution)] {+ E (output)} [+ E
                           (normed)] {+ heads (4 + N P / 128)}  (the gates' table, states of chunks of 128 tokens)
@@ -91,7 +92,7 @@ def saved_per_token(config: EflaConfig, keeping: str = "none") -> float:
     elif config.mixer in DELTA_MIXERS:
         K = V = config.head_dim
         table = 8 if config.mixer in ("efla", "deltanet") else 10
-        op = A + H * (2 * CHUNK + table) + states * H * (K * V / CHUNK + V)
+        op = A + H * (CHUNK + table) + states * H * (CHUNK + K * V / CHUNK + V)
         mixer = (3 if again else 7) * A + (A if config.output_gate else 0)
         mixer += 0 if keeping == "products" else op
     else:

@@ -132,6 +132,11 @@ class Problem:
         """The narrowest block: 16-bit products below 64 columns leave the path that everything else takes on a GPU."""
         return 16 if self.operand == torch.float32 else 64
 
+    @property
+    def bounded(self) -> bool:
+        """Whether `decay_pairs` may take exponentials apart: log_decay = g - 1 is -1 or more, and operands are bf16."""
+        return self.mode == MODES["gated_efla"] and self.operand == torch.bfloat16
+
     def state_shape(self, *leading: int) -> tuple[int, ...]:
         """[*leading, H, K, V]."""
         return (*leading, self.heads, self.key_width, self.value_width)

@@ -21,7 +21,8 @@ from efla_kernels.triton.split import merge_kernel, transition_kernel
 class Saved(NamedTuple):
     """What the forward pass leaves for the backward pass.
 
-    Without `keep_states` the largest two, S and X, are empty; the backward pass computes them again by another scan.
+    Without `keep_states` the largest three, P, S and X, are empty; the backward pass computes them again, S and X by
+    another scan.
     """
 
     inverse: Tensor  # T [chunks, H, C, C]
@@ -75,6 +76,8 @@ def forward(
         initial = first_states
     saved = Saved(inverse, scores, table, *_states(p, keep_states, q.device), transitions, first_states)
     o, final = _scan(p, choice, q, k, v, saved, packing, initial, output_final, keep_states)
+    if not keep_states:
+        saved = saved._replace(scores=saved.scores.new_empty(0))
     return o, final, saved
 
 
@@ -200,6 +203,7 @@ def backward(
     q, k, v, gate, do = rows_in_place(q), rows_in_place(k), rows_in_place(v), gate.contiguous(), do.contiguous()
     unused = gate
     packing = pack(cu_seqlens, CHUNK, p.chunks, unused)
+    keeps_scores = saved.scores.numel() > 0
     if not saved.states.numel():
         saved = saved._replace(**dict(zip(("states", "solved"), _states(p, True, q.device), strict=True)))
         first = saved.first_states if p.segments > 1 else initial
@@ -225,8 +229,8 @@ def backward(
             d_writes, p.tokens, p.chunks_per_segment,
             q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
             SEGMENTS=p.segments, D_FINAL=d_end is not None, D_INITIAL=d_start is not None,
-            STORE=store, WRITES=writes, PACKED=p.packed, TMA=tma, STAGES=block.stages, num_warps=block.warps,
-            **width, **p.flags,
+            SCORES=keeps_scores, BOUNDED=p.bounded, STORE=store, WRITES=writes, PACKED=p.packed, TMA=tma,
+            STAGES=block.stages, num_warps=block.warps, **width, **p.flags,
         )  # fmt: skip
 
     if p.segments > 1:
@@ -243,7 +247,7 @@ def backward(
     d_gate = make(gate.shape, **fp32)
     d_write = make(gate.shape if p.mode == RAW else (0,), **fp32)
     d_decay = make(gate.shape if p.decays else (0,), **fp32)
-    d_scores = torch.empty_like(saved.scores)
+    d_scores = torch.empty_like(saved.inverse)
     decay = unused if decay is None else decay.contiguous()
     width, block = p.width(choice.gradient_q, inside=True), choice.gradient_q
     launch(

@@ -91,7 +91,7 @@ def _(q, k, v, gate, write, decay, initial, cu_seqlens, mode, scale, segments, o
         v.new_empty(v.shape),
         q.new_empty(p.state_shape(p.sequences) if output_final else (0,), **fp32),
         q.new_empty((*slots, C, C), **operand),
-        q.new_empty((*slots, C, C), **operand),
+        q.new_empty((*slots, C, C) if keep_states else (0,), **operand),
         q.new_empty((*slots, p.columns, C), **fp32),
         q.new_empty(p.state_shape(p.chunks) if keep_states else (0,), **operand),
         q.new_empty((*slots, C, p.value_width) if keep_states else (0,), **operand),
@@ -229,8 +229,8 @@ def _empty(
 def delta_ops(recompute: bool) -> SimpleNamespace:
     """A backend's ops: `delta_rule` with coefficients as given, and the models with norms and gates fused in.
 
-    recompute: keep no chunk states for the backward pass, which then runs the forward scan once more; saves 768 bytes
-    per token and head at K = V = 128 and 16 bits.
+    recompute: keep neither chunk states nor scores for the backward pass, which then runs the forward scan once more;
+    saves 896 bytes per token and head at K = V = 128 and 16 bits.
     """
 
     def delta_rule(q, k, v, erase, write, log_decay, *, scale, initial_state, output_final_state, cu_seqlens):

@@ -9,6 +9,7 @@ Saves dS (after each chunk) and dR for the chunk-parallel gradients of q, k and 
 from dL/d ln e, rowsum(dR * V) = (dL/d ln w) / w is taken here, from dR in fp32: a token with a large w may be most of
 the gate's gradient with a sum far below |dR| |V|, which dR rounded to bf16 would lose (kernels/README.md, Precision).
 For the same reason T^T multiplies dX rounded, and what the rounding left is added to the token's own row, where T is 1.
+P is read where it was kept, else formed again from q and k.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from efla_kernels.triton.gates import decay_pairs
 from efla_kernels.triton.tiles import (
     CHUNK,
     load_state,
@@ -35,7 +37,7 @@ def scan_backward_kernel(
     v,
     do,
     inverse,
-    scores,
+    scores,  # or unused
     table,
     d_final,  # [N, segments, H, K, V] fp32: gradient of the state at each segment's end, or unused
     cu_seqlens,
@@ -62,6 +64,8 @@ def scan_backward_kernel(
     DECAYS: tl.constexpr,
     D_FINAL: tl.constexpr,
     D_INITIAL: tl.constexpr,
+    SCORES: tl.constexpr,  # P was kept
+    BOUNDED: tl.constexpr,  # see `decay_pairs`
     STORE: tl.constexpr,  # False: only the state's gradient is wanted (first pass of a split sequence)
     WRITES: tl.constexpr,  # d_writes are wanted
     PACKED: tl.constexpr,
@@ -87,7 +91,8 @@ def scan_backward_kernel(
     k_rows = matrix(k + first * k_token + h * k_head, length, k_token, K, BK, TMA)
     do_rows = matrix(do + (first * H + h) * V, length, H * V, V, BV, TMA)
     T_rows = matrix(inverse + chunk0 * H * CHUNK * CHUNK, slots * CHUNK, CHUNK, CHUNK, CHUNK, TMA)
-    P_rows = matrix(scores + chunk0 * H * CHUNK * CHUNK, slots * CHUNK, CHUNK, CHUNK, CHUNK, TMA)
+    if SCORES:
+        P_rows = matrix(scores + chunk0 * H * CHUNK * CHUNK, slots * CHUNK, CHUNK, CHUNK, CHUNK, TMA)
     if STORE:
         dv_rows = matrix(dv + (first * H + h) * V, length, H * V, V, BV, TMA)
         if WRITES:
@@ -104,10 +109,19 @@ def scan_backward_kernel(
         key = load_tile(k_rows, length, k_token, c * CHUNK, 0, K, BK, TMA).to(DTYPE)
         d_out = load_tile(do_rows, length, H * V, c * CHUNK, column0, V, BV, TMA).to(DTYPE)
         Tm = load_tile(T_rows, slots * CHUNK, CHUNK, slot * CHUNK, 0, CHUNK, CHUNK, TMA)
-        P = load_tile(P_rows, slots * CHUNK, CHUNK, slot * CHUNK, 0, CHUNK, CHUNK, TMA)
         row = table + (chunk0 * H + slot) * COLUMNS * CHUNK + rows
         e = tl.load(row)
         r = tl.load(row + 2 * CHUNK)
+        if SCORES:
+            P = load_tile(P_rows, slots * CHUNK, CHUNK, slot * CHUNK, 0, CHUNK, CHUNK, TMA)
+            P_transposed = tl.trans(P)
+        else:
+            pairs = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+            if DECAYS:
+                pairs = decay_pairs(pairs, r, tl.load(row + 3 * CHUNK), 1, BOUNDED)
+            else:
+                pairs *= r[None, :]
+            P_transposed = tl.where(rows[:, None] <= rows[None, :], pairs, 0.0).to(DTYPE)
 
         dSd = dS.to(DTYPE)
         if STORE:
@@ -124,7 +138,7 @@ def scan_backward_kernel(
             r *= keep
             dX *= tl.exp(b_end - b)[:, None]
             dS *= tl.exp(b_end)
-        dX += tl.dot(tl.trans(P), d_out, input_precision=PRECISION)
+        dX += tl.dot(P_transposed, d_out, input_precision=PRECISION)
         dXd = dX.to(DTYPE)
         if WRITES:
             dR = tl.dot(tl.trans(Tm), dXd, dX - dXd.to(tl.float32), input_precision=PRECISION)
