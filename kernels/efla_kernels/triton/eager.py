@@ -35,6 +35,8 @@ def differentiable(
     """
     op.register_autograd(gradient, setup_context=setup)
 
+    once = torch.autograd.function.once_differentiable(gradient)
+
     def shown(output: Any) -> Any:
         return output if results is None else output[:results]
 
@@ -46,9 +48,9 @@ def differentiable(
             return shown(output)
 
         @staticmethod
-        @torch.autograd.function.once_differentiable
         def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-            return gradient(ctx, *gradients)
+            # with create_graph=True it has something to do, else only a price
+            return once(ctx, *gradients) if torch.is_grad_enabled() else gradient(ctx, *gradients)
 
     def call(*inputs: Any) -> Any:
         if traced():

@@ -81,6 +81,12 @@ def forward(
     return o, final, saved
 
 
+def _rows(p: Problem, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous buffer in the shape of `like`, and in its type by default; packed rows of no segment stay zero."""
+    make = torch.zeros_like if p.packed else torch.empty_like
+    return make(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def _states(p: Problem, keep: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Buffers of S [chunks, H, K, V] and X [chunks, H, C, V], or two empty tensors."""
     operand: dict[str, Any] = {"device": device, "dtype": p.operand}
@@ -106,9 +112,7 @@ def _scan(
     output: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Outputs, or without `output` an empty tensor, and final states; with `keep` also fills S and X of `saved`."""
-    # packed rows that no segment covers stay zero
-    make = torch.zeros if p.packed else torch.empty
-    o = make(v.shape if output else (0,), device=v.device, dtype=v.dtype)
+    o = _rows(p, v) if output else v.new_empty(0)
     final_shape = p.state_shape(p.sequences) if output_final else (0,)
     final = torch.empty(final_shape, device=v.device, dtype=torch.float32)
     width, block = p.width(choice.scan), choice.scan
@@ -210,8 +214,7 @@ def backward(
         _scan(p, choice, q, k, v, saved, packing, first, False, True, output=False)
     fp32: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
     need_initial = initial is not None
-    make = torch.zeros if p.packed else torch.empty
-    dv = make(v.shape, device=v.device, dtype=v.dtype)
+    dv = _rows(p, v)
     d_initial = torch.empty(p.state_shape(p.sequences) if need_initial else (0,), **fp32)
     d_states, d_solved = torch.empty_like(saved.states), torch.empty_like(saved.solved)
     width, block = p.width(choice.scan_backward), choice.scan_backward
@@ -242,11 +245,9 @@ def backward(
     else:
         scan(d_final, d_initial if need_initial else None, True)
 
-    dq = make(q.shape, device=q.device, dtype=q.dtype)
-    dk = make(k.shape, device=k.device, dtype=k.dtype)
-    d_gate = make(gate.shape, **fp32)
-    d_write = make(gate.shape if p.mode == RAW else (0,), **fp32)
-    d_decay = make(gate.shape if p.decays else (0,), **fp32)
+    dq, dk, d_gate = _rows(p, q), _rows(p, k), _rows(p, gate)
+    d_write = gate.new_empty(0) if write is None else _rows(p, write)
+    d_decay = _rows(p, gate, torch.float32) if p.decays else torch.empty(0, **fp32)
     d_scores = torch.empty_like(saved.inverse)
     decay = unused if decay is None else decay.contiguous()
     width, block = p.width(choice.gradient_q, inside=True), choice.gradient_q
