@@ -40,7 +40,8 @@ def rows_in_place(x: Tensor) -> Tensor:
     """x [B, T, ...] with unit last stride and rows of one batch right behind those of the one before; else a copy."""
     batch, row, *_, last = x.stride()
     fine = last == 1 and (x.shape[0] == 1 or batch == x.shape[1] * row)
-    return x if fine else x.contiguous()
+    # contiguous() would hand back x itself where T = 1 and the stride of tokens is any number
+    return x if fine else x.clone(memory_format=torch.contiguous_format)
 
 
 def use_descriptors(*tensors: Tensor) -> bool:

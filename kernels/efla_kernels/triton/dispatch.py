@@ -8,6 +8,7 @@ of 16, whether an integer is 1, and the constants. tests/kernels/test_dispatch.p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,8 +50,8 @@ def launch(
 def specialise(arguments: Iterable[Any]) -> tuple[list[Any], list[Any]]:
     """What Triton makes a difference by in run-time arguments, and the arguments as a compiled kernel takes them.
 
-    Tensors become their addresses: of these the launcher need not ask the driver whether the GPU can read them, which
-    the devices in the key say.
+    Tensors become their addresses: the launcher then does not ask the driver for each whether the GPU can read it,
+    which the devices in the key say.
     """
     kinds: list[Any] = []
     values: list[Any] = []
@@ -59,10 +60,14 @@ def specialise(arguments: Iterable[Any]) -> tuple[list[Any], list[Any]]:
             address = argument.data_ptr()
             kinds += argument.dtype, argument.get_device(), address % 16 == 0
             values.append(address)
-            continue
-        if isinstance(argument, int):
-            kinds.append((type(argument), argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31))
         else:
-            kinds.append(type(argument))
-        values.append(argument)
+            kinds.append(_kind(argument))
+            values.append(argument)
     return kinds, values
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _kind(number: Any) -> Any:
+    if isinstance(number, int):
+        return type(number), number == 1, number % 16 == 0, -(2**31) <= number < 2**31, number < 2**63
+    return type(number)
