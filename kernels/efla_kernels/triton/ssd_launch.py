@@ -50,9 +50,10 @@ def _scan(
     """Both scans: states before (gradients after) each chunk; `outer` and `left_over` [sequences, H, N, P] fp32."""
     block, flags = p.choice.scan, p.flags()
     segments, each = p.segments()
-    width = min(block.rows, max(16, triton.next_power_of_2(p.state_width)))
-    programs = p.sequences * segments * p.heads * -(-p.state_width // width)
     tma = _tma(p, x, keys)
+    rows = block.rows if tma else min(block.rows, 64)  # pointers take registers as well
+    width = min(rows, max(16, triton.next_power_of_2(p.state_width)))
+    programs = p.sequences * segments * p.heads * -(-p.state_width // width)
 
     def scan(outer: Tensor | None, left_over: Tensor | None, totals: Tensor | None) -> None:
         unused = table
