@@ -104,6 +104,7 @@ def test_the_block_shapes_of_16_bit_inputs(monkeypatch: pytest.MonkeyPatch, rows
     monkeypatch.setattr(ssd_launch, "_tma", lambda *_: tma)
     monkeypatch.setattr(Problem, "heads_each", lambda p, places, least=4: 2)
     check(case(tokens=300, heads=4, key_width=32))
+    check(case(tokens=200, key_width=32, steps="0 or large"))
     check(case("ssd", tokens=75, cu_seqlens=(0, 0, 5, 6, 6, 75, 75), key_width=32))
 
 
@@ -129,6 +130,9 @@ def test_the_split_is_chosen_by_the_programs_that_run() -> None:
         each = problem(1, tokens, 24).heads_each(2)
         assert 24 % each == 0
     assert problem(1, 128, 24).heads_each(2) == 1
+    for heads in (16, 24, 32, 64):  # all at once, two programs per multiprocessor
+        one = problem(8, 2048, heads)
+        assert 0.9 < one.chunks * heads / one.heads_each(1, 2) / (2 * one.processors) <= 1
 
 
 def test_recomputed_states_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

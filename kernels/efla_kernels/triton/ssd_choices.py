@@ -40,7 +40,7 @@ def choose(N: int, P: int, dtype: torch.dtype) -> Choice:
         block = Block(32, 8, 2)
         return Choice(32, Block(32, 4, 2), block, block, block)
     if N <= 128 and P <= 64:
-        return Choice(128, Block(64, 4, 3), Block(64, 4, 2), Block(64, 4, 2), Block(64, 8, 2))
+        return Choice(128, Block(128, 4, 3), Block(64, 4, 2), Block(64, 4, 2), Block(64, 4, 3))
     return Choice(64, Block(64, 4, 2), Block(64, 4, 2), Block(64, 4, 2), Block(64, 8, 2))
 
 
@@ -81,12 +81,13 @@ class Problem:
         return (*leading, self.heads, self.state_width, self.width)
 
     def heads_each(self, places: int, least: int = 4) -> int:
-        """Heads of a group that one program goes through: as many as leave `least` programs per multiprocessor.
+        """Heads of a group that one program goes through: as many as leave about `least` programs per multiprocessor.
 
-        places: programs per chunk and head otherwise.
+        places: programs per chunk and head otherwise. Rounded up, so that programs that would just overflow what runs
+        at once are fewer instead.
         """
         per_group = self.heads // self.groups
-        most = max(1, self.chunks * places * self.heads // (least * self.processors))
+        most = -(-self.chunks * places * self.heads // (least * self.processors))
         return max(d for d in range(1, per_group + 1) if per_group % d == 0 and d <= most)
 
     def segments(self) -> tuple[int, int]:

@@ -105,9 +105,9 @@ def gradient_rows(
         tl.store(writes + slot * L + rows, tl.sum(u * wide, 1))
         if LATER:
             d_out_later = head_tile(dys, left, H * P, P, R, h, P, BP, R, DTYPE, TMA)
-            weight = BC_later * decays(tl.load(at + L + R + rows), b, False, True, R)
+            weight = BC_later * decays(tl.load(at + L + R + rows), b, False, R)
             u += tl.dot(weight.to(DTYPE), d_out_later, input_precision=PRECISION)
-        gamma = decays(b, b, True, True, R)
+        gamma = decays(b, b, True, R)
         u += tl.dot((BC * gamma).to(DTYPE), d_out, input_precision=PRECISION)
         wide_d = d_out.to(tl.float32)
         own_pairs = tl.sum(wide_d * wide, 1)
@@ -175,7 +175,7 @@ def full_tile(
         at = table + slot * 2 * L + rows
         dt = tl.load(at)
         z = tl.dot(value, tl.trans(d_out), input_precision=PRECISION)
-        z *= decays(tl.load(at + L + R), tl.load(at + L), False, True, R)
+        z *= decays(tl.load(at + L + R), tl.load(at + L), False, R)
         M += z * dt[:, None]
         z *= BC
         tl.store(z_full + slot * L + rows, tl.sum(z, 1))

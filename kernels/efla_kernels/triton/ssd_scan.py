@@ -4,10 +4,11 @@ With S the state before the chunk and dS the gradient of the state after it, the
 
     S' = exp(b_L) S + (exp(b_L - b) dt B)^T X            dS_before = exp(b_L) dS + (exp(b) C)^T dY   (REVERSE)
 
-The factor of a row is put on x (or dy), whose rounding to the operands' type is the only one. A decay is a number per
-head, so where a long sequence is cut into segments that run side by side, a segment maps its first state by
-exp(total decay) S + (what it writes from zero): a first pass over the segments finds the latter, `ssd_merge_kernel`
-joins them, and the scan proper starts every segment from its own first state.
+The factor of a row is put on its key, whose rounding to the operands' type is the only one: keys go through registers
+into the product, x (or dy) stays where it was loaded. A decay is a number per head, so that where a long sequence is
+cut into segments that run side by side, a segment maps its first state by exp(total decay) S + (what it writes from
+zero): a first pass over the segments finds the latter, `ssd_merge_kernel` joins them, and the scan proper starts every
+segment from its own first state.
 """
 
 from __future__ import annotations
@@ -83,21 +84,21 @@ def ssd_scan_kernel(
         if REVERSE:
             c = start + chunks - 1 - step
         slot = c * H + h
-        value = load_tile(x_rows, length, x_token, c * L, 0, P, BP, TMA, L).to(tl.float32)
-        key = load_tile(key_rows, length, key_token, c * L, n0, N, BN, TMA, L).to(DTYPE)
-        at = table + (chunk0 * H + slot) * 2 * L + rows
-        b = tl.load(at + L)
-        b_end = tl.min(b, 0)  # b never grows, so its last entry is its least
+        value = load_tile(x_rows, length, x_token, c * L, 0, P, BP, TMA, L).to(DTYPE)
+        key = tl.trans(load_tile(key_rows, length, key_token, c * L, n0, N, BN, TMA, L)).to(tl.float32)
+        at = table + (chunk0 * H + slot) * 2 * L
+        b = tl.load(at + L + rows)
+        b_end = tl.load(at + 2 * L - 1)
         if STORE:
             if TMA:
                 S_rows.store([slot * N + n0, 0], S.to(states.dtype.element_ty))
             else:
                 out = states + (chunk0 * H + slot) * N * P + n0 * P
                 store_rows(out, P, N - n0, P, BP, 0, S, BN)
-        factor = tl.exp2(b) if REVERSE else tl.exp2(b_end - b) * tl.load(at)
+        factor = tl.exp2(b) if REVERSE else tl.exp2(b_end - b) * tl.load(at + rows)
         S *= tl.exp2(b_end)
         total += b_end
-        S += tl.dot(tl.trans(key), (value * factor[:, None]).to(DTYPE), input_precision=PRECISION)
+        S += tl.dot((key * factor[None, :]).to(DTYPE), value, input_precision=PRECISION)
     if LEFT_OVER:
         if STORE:  # of the sequence: its last segment has it (REVERSE: its first); an empty one hands on what it got
             at_edge = segment == 0 if REVERSE else start + chunks_per_segment >= all_chunks

@@ -106,15 +106,37 @@ def state_tile(
 
 
 @triton.jit
-def decays(b_later, b_earlier, TRIANGLE: tl.constexpr, TRANSPOSED: tl.constexpr, R: tl.constexpr):
-    """Gamma of a tile of R x R pairs: rows are the later tokens (TRANSPOSED: columns).
+def chunk_table(base, m, H: tl.constexpr, L: tl.constexpr, R: tl.constexpr, TMA: tl.constexpr):
+    """A handle on the table [H, 2, L] of chunk m for `table_rows`.
 
-    TRIANGLE: the tile on a block's diagonal; TRANSPOSED leaves the diagonal itself out.
+    A descriptor here as well: pointers of vectors that every warp needs whole take a copy of each thread's share and
+    the registers for its addresses.
     """
-    exponent = b_later[None, :] - b_earlier[:, None] if TRANSPOSED else b_later[:, None] - b_earlier[None, :]
+    base += m * H * 2 * L
+    if TMA:
+        return tl.make_tensor_descriptor(base, [H * 2 * L], [1], [R])
+    else:
+        return base
+
+
+@triton.jit
+def table_rows(handle, h, row: tl.constexpr, r0, L: tl.constexpr, R: tl.constexpr, TMA: tl.constexpr):
+    """Tokens r0 to r0 + R - 1 of head h's dt (row 0) or b / ln 2 (row 1)."""
+    at = (h * 2 + row) * L + r0
+    if TMA:
+        return handle.load([at])
+    else:
+        return tl.load(handle + at + tl.arange(0, R))
+
+
+@triton.jit
+def decays(b_later, b_earlier, TRIANGLE: tl.constexpr, R: tl.constexpr):
+    """Gamma of a tile of R x R pairs, transposed: columns are the later tokens.
+
+    TRIANGLE: the tile on a block's diagonal, of which it leaves the diagonal itself out.
+    """
+    exponent = b_later[None, :] - b_earlier[:, None]
     if TRIANGLE:
-        row = tl.arange(0, R)[:, None]
-        column = tl.arange(0, R)[None, :]
-        causal = (column > row) if TRANSPOSED else (row >= column)
-        exponent = tl.where(causal, exponent, float("-inf"))
+        later = tl.arange(0, R)[None, :] > tl.arange(0, R)[:, None]
+        exponent = tl.where(later, exponent, float("-inf"))
     return tl.exp2(exponent)
