@@ -274,6 +274,16 @@ def test_registration_of_the_backward_op() -> None:
     torch.library.opcheck(ops.delta_backward, backward, test_utils=("test_schema", "test_faketensor"))
 
 
+def test_second_derivatives_are_refused() -> None:
+    q, gate = torch.randn(1, 4, 1, 16, requires_grad=True), torch.randn(1, 4, 1)
+    o, _ = efla(q, q, q, gate, backend="triton")
+    (once,) = torch.autograd.grad(o.square().sum(), q, retain_graph=True)
+    (kept,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    assert torch.equal(once, kept)
+    with pytest.raises(RuntimeError, match="twice"):
+        kept.sum().backward()
+
+
 class Block(nn.Module):
     """A projection, the op and a projection back: what a compiled model sees."""
 
