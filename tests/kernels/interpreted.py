@@ -29,6 +29,7 @@ def case(op: str = "efla", **changes: object) -> Case:
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
     assert ops.interpreted(), "these tests need TRITON_INTERPRET=1"
+    ops.known_problem.cache_clear()  # some tests change what follows from a problem
     with poisoned_memory():
         yield
 
@@ -171,6 +172,14 @@ def test_decays_to_both_ends(decay: str) -> None:
     check(case("gated_deltanet", decay=decay), 2e-5)
 
 
+def test_one_token_a_row_with_the_batch_inside() -> None:
+    """[T, B, ...] transposed with T = 1 counts as contiguous, whatever its stride from token to token."""
+    q, k, v, gate = (torch.randn(1, 3, 2, *width).transpose(0, 1) for width in ((16,), (16,), (16,), ()))
+    assert q.is_contiguous() and q.stride(1) != 2 * 16
+    for got, expected in zip(efla(q, k, v, gate, backend="triton"), efla(q, k, v, gate, backend="torch"), strict=True):
+        assert got is expected is None or (got - expected).norm() <= 1e-5 * expected.norm()
+
+
 def test_views_of_one_projection() -> None:
     check(case(heads=2, batch=2, strided=True))
     qkv = torch.randn(2, 66, 3 * 2 * 16)  # as the models cut it
@@ -263,6 +272,16 @@ def test_registration_of_the_backward_op() -> None:
     q, k, v, gate, write, decay, initial, cu, mode, scale, segments, *_ = arguments
     backward = (o, final, q, k, v, gate, write, decay, initial, cu, saved, mode, scale, segments)
     torch.library.opcheck(ops.delta_backward, backward, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_second_derivatives_are_refused() -> None:
+    q, gate = torch.randn(1, 4, 1, 16, requires_grad=True), torch.randn(1, 4, 1)
+    o, _ = efla(q, q, q, gate, backend="triton")
+    (once,) = torch.autograd.grad(o.square().sum(), q, retain_graph=True)
+    (kept,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    assert torch.equal(once, kept)
+    with pytest.raises(RuntimeError, match="twice"):
+        kept.sum().backward()
 
 
 class Block(nn.Module):

@@ -31,11 +31,17 @@ def pack(cu_seqlens: Tensor | None, rows: int, chunks: int, stand_in: Tensor) ->
     return Packing(cu_seqlens.to(torch.int32), (ends - counts).to(torch.int32), owner.to(torch.int32))
 
 
+def power_of_two(n: int) -> int:
+    """The least power of two that is n >= 1 or more; triton.next_power_of_2 takes longer than some launches."""
+    return 1 << (n - 1).bit_length()
+
+
 def rows_in_place(x: Tensor) -> Tensor:
     """x [B, T, ...] with unit last stride and rows of one batch right behind those of the one before; else a copy."""
-    B, T = x.shape[:2]
-    fine = x.stride(-1) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
-    return x if fine else x.contiguous()
+    batch, row, *_, last = x.stride()
+    fine = last == 1 and (x.shape[0] == 1 or batch == x.shape[1] * row)
+    # contiguous() would hand back x itself where T = 1 and the stride of tokens is any number
+    return x if fine else x.clone(memory_format=torch.contiguous_format)
 
 
 def use_descriptors(*tensors: Tensor) -> bool:
@@ -45,8 +51,13 @@ def use_descriptors(*tensors: Tensor) -> bool:
     autograd's backward has one of its own.
     """
     for x in tensors:
-        if not x.is_cuda or x.data_ptr() % 16 or x.shape[3] % 8 or x.stride(1) % 8 or x.stride(2) % 8:
+        _, row, head, _ = x.stride()
+        if not x.is_cuda or x.data_ptr() % 16 or x.shape[3] % 8 or row % 8 or head % 8:
             return False
-    device = tensors[0].device
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device=device, dtype=torch.int8))
+    triton.set_allocator(_allocate)
     return True
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Memory on the current device, which is where kernels are launched."""
+    return torch.empty(size, device="cuda", dtype=torch.int8)

@@ -7,13 +7,14 @@ step is quick and runs repeat.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from efla_kernels.triton import gates
+from efla_kernels.triton.arguments import power_of_two
 
 CHUNK = 64
 MODES = {
@@ -84,7 +85,7 @@ def choose(K: int, V: int, dtype: torch.dtype, decays: bool) -> Choice:
 
 @dataclass(frozen=True)
 class Problem:
-    """Shapes and options that all launches of one call share."""
+    """Shapes and options that all launches of one call share, and what follows from them, computed once."""
 
     batch: int
     tokens: int
@@ -99,19 +100,24 @@ class Problem:
     scale: float
     segments: int
 
-    @property
+    @cached_property
+    def choice(self) -> Choice:
+        """The block shapes of this problem."""
+        return choose(self.key_width, self.value_width, self.dtype, self.decays)
+
+    @cached_property
     def chunks(self) -> int:
         """Slots for chunk data: exact for equal rows, an upper bound for packed segments."""
         if self.packed:
             return self.tokens // CHUNK + self.sequences
         return self.batch * -(-self.tokens // CHUNK)
 
-    @property
+    @cached_property
     def chunks_per_segment(self) -> int:
         """Of a sequence that is cut into segments; the last segment may have fewer."""
         return -(-self.chunks // (self.batch * self.segments))
 
-    @property
+    @cached_property
     def operand(self) -> torch.dtype:
         """Type of the tensor cores' operands. Never fp16: its range does not hold a = 1 / |k|^2 of long keys."""
         return torch.float32 if self.dtype == torch.float32 else torch.bfloat16
@@ -135,12 +141,13 @@ class Problem:
         """[*leading, H, K, V]."""
         return (*leading, self.heads, self.key_width, self.value_width)
 
+    @cached_property
     def flags(self) -> dict[str, Any]:
         """The constants of every kernel."""
         return {
             "H": self.heads,
             "K": self.key_width,
-            "BK": max(self.narrowest, triton.next_power_of_2(self.key_width)),
+            "BK": max(self.narrowest, power_of_two(self.key_width)),
             "DECAYS": self.decays,
             "DTYPE": tl.float32 if self.operand == torch.float32 else tl.bfloat16,
             "PRECISION": "tf32x3" if self.operand == torch.float32 else "tf32",
@@ -156,7 +163,7 @@ class Problem:
         columns = block.columns
         if self.key_width % 8 or self.value_width % 8 or (inside and self.value_width <= columns):
             columns = max(self.narrowest, columns)
-        needed = max(self.narrowest, triton.next_power_of_2(self.value_width))
+        needed = max(self.narrowest, power_of_two(self.value_width))
         return {"V": self.value_width, "BV": min(columns, needed)}
 
 

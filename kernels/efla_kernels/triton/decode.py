@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from efla_kernels.triton.arguments import power_of_two
 from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.gates import NORM_EPS, coefficients
 
@@ -163,8 +164,8 @@ def decode_eagerly(
     B, H, K, V = state.shape
     y = x.new_empty(B, H, V)
     # A thread per key: with more, Triton 3.6 loads q, k and v once per thread that holds a part of S.
-    BK = max(32, triton.next_power_of_2(K))
-    needed = max(16, triton.next_power_of_2(V))
+    BK = max(32, power_of_two(K))
+    needed = max(16, power_of_two(V))
     BV = block_columns(B * H, needed)
     decays = decay_logit is not None
     launch(

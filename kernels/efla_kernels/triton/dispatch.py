@@ -3,11 +3,13 @@
 `kernel[grid](...)` binds, types and hashes every argument and every constant anew, which costs the host more than the
 device needs for a short kernel. Here the first call with a key goes that way and its compiled kernel is kept; later
 ones start it at once. The key holds all that Triton specialises on: types, whether pointers and integers are multiples
-of 16, whether an integer is 1, and the constants.
+of 16, whether an integer is 1, and the constants. tests/kernels/test_dispatch.py asks Triton itself whether it does.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,11 +33,13 @@ def launch(
     them are on the current device. num_stages is Triton's own default; registers is the most that a thread may have on
     an NVIDIA GPU (0: the compiler's choice).
     """
-    key = (kernel, num_warps, num_stages, registers, *constants.values(), *map(_kind, arguments))
+    kinds, values = specialise(arguments)
+    # by the kernel's Python function: a JITFunction hashes its source's digest, under a lock
+    key = (kernel.fn, num_warps, num_stages, registers, *constants, *constants.values(), *kinds)
     found = _compiled.get(key)
     if found is not None:
         compiled, trailing = found
-        compiled[programs, 1, 1](*arguments, *trailing)
+        compiled[programs, 1, 1](*values, *trailing)
         return
     limit = {"maxnreg": registers} if registers and torch.version.cuda else {}
     compiled = kernel[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages, **limit, **constants)
@@ -43,10 +47,27 @@ def launch(
         _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
 
 
-def _kind(argument: Any) -> Any:
-    """What Triton makes a difference by in a run-time argument."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0, argument.get_device()
-    if isinstance(argument, int):
-        return argument % 16 == 0, argument == 1, abs(argument) < 2**31
-    return type(argument)
+def specialise(arguments: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """What Triton makes a difference by in run-time arguments, and the arguments as a compiled kernel takes them.
+
+    Tensors become their addresses: the launcher then does not ask the driver for each whether the GPU can read it,
+    which the devices in the key say.
+    """
+    kinds: list[Any] = []
+    values: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            address = argument.data_ptr()
+            kinds += argument.dtype, argument.get_device(), address % 16 == 0
+            values.append(address)
+        else:
+            kinds.append(_kind(argument))
+            values.append(argument)
+    return kinds, values
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _kind(number: Any) -> Any:
+    if isinstance(number, int):
+        return type(number), number == 1, number % 16 == 0, -(2**31) <= number < 2**31, number < 2**63
+    return type(number)

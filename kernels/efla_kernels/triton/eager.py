@@ -21,32 +21,42 @@ def wants_gradient(inputs: Iterable[Any]) -> bool:
 
 
 def differentiable(
-    op: Any, forward: Callable[..., Any], setup: Callable[..., None], gradient: Callable[..., Any]
+    op: Any,
+    forward: Callable[..., Any],
+    setup: Callable[..., None],
+    gradient: Callable[..., Any],
+    results: int | None = None,
 ) -> Callable[..., Any]:
     """Give `op`, a torch.library op over `forward`, its autograd, and return what to call in its place.
 
     setup(ctx, inputs, output) and gradient(ctx, *gradients) are those of `torch.library.register_autograd`; arguments
-    go by position. Second derivatives raise RuntimeError.
+    go by position. results: how many of the outputs, the first ones, anybody but `setup` sees; autograd takes no note
+    of the rest, and `gradient` may get no gradients of them. Second derivatives raise RuntimeError.
     """
     op.register_autograd(gradient, setup_context=setup)
+
+    once = torch.autograd.function.once_differentiable(gradient)
+
+    def shown(output: Any) -> Any:
+        return output if results is None else output[:results]
 
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
             output = forward(*inputs)
             setup(ctx, inputs, output)
-            return output
+            return shown(output)
 
         @staticmethod
-        @torch.autograd.function.once_differentiable
         def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-            return gradient(ctx, *gradients)
+            # with create_graph=True it has something to do, else only a price
+            return once(ctx, *gradients) if torch.is_grad_enabled() else gradient(ctx, *gradients)
 
     def call(*inputs: Any) -> Any:
         if traced():
-            return op(*inputs)
+            return shown(op(*inputs))
         if wants_gradient(inputs):
             return Eager.apply(*inputs)
-        return forward(*inputs)
+        return shown(forward(*inputs))
 
     return call

@@ -44,8 +44,8 @@ def gradient_k_kernel(
     first_chunk,
     chunk_sequence,
     dk,  # out [B, T, H, K]
-    d_gate,  # out [B, T, H] fp32: d logit; RAW: d erase
-    d_write,  # out [B, T, H] fp32, RAW only
+    d_gate,  # out [B, T, H] in the gate's type: d logit; RAW: d erase
+    d_write,  # out [B, T, H] in its input's type, RAW only
     d_decay,  # in: q_hat . dq_hat of `gradient_q_kernel`; out: the decay's gradient [B, T, H] fp32
     T,
     q_token,

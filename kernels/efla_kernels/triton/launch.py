@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from efla_kernels.triton.arguments import Packing, pack, rows_in_place, use_descriptors
-from efla_kernels.triton.choices import CHUNK, RAW, Choice, Problem, choose
+from efla_kernels.triton.choices import CHUNK, RAW, Choice, Problem
 from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.gradient_k import gradient_k_kernel
 from efla_kernels.triton.gradient_q import gradient_q_kernel
@@ -38,7 +38,7 @@ def _tma(p: Problem, *tensors: Tensor) -> bool:
     """Whether tensor descriptors can serve: 16-bit types, and K a power of two that fills its blocks (states in whole
     tiles).
     """
-    return p.dtype != torch.float32 and p.flags()["BK"] == p.key_width and use_descriptors(*tensors)
+    return p.dtype != torch.float32 and p.flags["BK"] == p.key_width and use_descriptors(*tensors)
 
 
 def forward(
@@ -55,7 +55,7 @@ def forward(
     keep_states: bool,
 ) -> tuple[Tensor, Tensor, Saved]:
     """Outputs, final states (empty without `output_final`) and what the backward pass needs."""
-    p, choice = problem, choose(problem.key_width, problem.value_width, problem.dtype, problem.decays)
+    p, choice = problem, problem.choice
     q, k, v, gate = rows_in_place(q), rows_in_place(k), rows_in_place(v), gate.contiguous()
     unused = gate
     packing = pack(cu_seqlens, CHUNK, p.chunks, unused)
@@ -68,7 +68,7 @@ def forward(
         q, k, gate, unused if write is None else write.contiguous(), unused if decay is None else decay.contiguous(),
         *packing, inverse, scores, table, p.tokens, p.scale, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
         MODE=p.mode, PACKED=p.packed, num_warps=choice.solve.warps, num_stages=choice.solve.stages,
-        registers=choice.solve.registers, **p.flags(),
+        registers=choice.solve.registers, **p.flags,
     )  # fmt: skip
     transitions, first_states = torch.empty(0, **fp32), torch.empty(0, **fp32)
     if p.segments > 1:
@@ -79,6 +79,12 @@ def forward(
     if not keep_states:
         saved = saved._replace(scores=saved.scores.new_empty(0))
     return o, final, saved
+
+
+def _rows(p: Problem, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous buffer in the shape of `like`, and in its type by default; packed rows of no segment stay zero."""
+    make = torch.zeros_like if p.packed else torch.empty_like
+    return make(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _states(p: Problem, keep: bool, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -106,9 +112,7 @@ def _scan(
     output: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Outputs, or without `output` an empty tensor, and final states; with `keep` also fills S and X of `saved`."""
-    # packed rows that no segment covers stay zero
-    make = torch.zeros if p.packed else torch.empty
-    o = make(v.shape if output else (0,), device=v.device, dtype=v.dtype)
+    o = _rows(p, v) if output else v.new_empty(0)
     final_shape = p.state_shape(p.sequences) if output_final else (0,)
     final = torch.empty(final_shape, device=v.device, dtype=torch.float32)
     width, block = p.width(choice.scan), choice.scan
@@ -119,7 +123,7 @@ def _scan(
         packing.cu_seqlens, packing.first_chunk, o, final, saved.states, saved.solved, p.tokens, p.chunks_per_segment,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
         SEGMENTS=p.segments, INITIAL=initial is not None, FINAL=output_final, OUTPUT=output, SAVE=keep,
-        TMA=_tma(p, q, k, v), PACKED=p.packed, STAGES=block.stages, num_warps=block.warps, **width, **p.flags(),
+        TMA=_tma(p, q, k, v), PACKED=p.packed, STAGES=block.stages, num_warps=block.warps, **width, **p.flags,
     )  # fmt: skip
     return o, final
 
@@ -145,7 +149,7 @@ def _first_states(
         transition_kernel, p.sequences * p.segments * p.heads * blocks,
         k, v, inverse, table, packing.cu_seqlens, packing.first_chunk, transitions, built, p.tokens,
         p.chunks_per_segment, k.stride(1), k.stride(2), v.stride(1), v.stride(2),
-        SEGMENTS=p.segments, TMA=_tma(p, k, v), STAGES=block.stages, num_warps=block.warps, **width, **p.flags(),
+        SEGMENTS=p.segments, TMA=_tma(p, k, v), STAGES=block.stages, num_warps=block.warps, **width, **p.flags,
     )  # fmt: skip
     return _merge(p, choice, transitions, built, initial, reverse=False, left_over=None), transitions
 
@@ -161,7 +165,7 @@ def _merge(
 ) -> Tensor:
     carried = torch.empty_like(local)
     width, block = p.width(choice.merge), choice.merge
-    flags = p.flags()
+    flags = p.flags
     launch(
         merge_kernel, p.sequences * p.heads * -(-p.value_width // width["BV"]),
         transitions, local, local if outer is None else outer, carried, local if left_over is None else left_over,
@@ -199,7 +203,7 @@ def backward(
     cu_seqlens: Tensor | None,
 ) -> Gradients:
     """Gradients of all inputs from do [B, T, H, V] and the final states' gradient."""
-    p, choice = problem, choose(problem.key_width, problem.value_width, problem.dtype, problem.decays)
+    p, choice = problem, problem.choice
     q, k, v, gate, do = rows_in_place(q), rows_in_place(k), rows_in_place(v), gate.contiguous(), do.contiguous()
     unused = gate
     packing = pack(cu_seqlens, CHUNK, p.chunks, unused)
@@ -210,8 +214,7 @@ def backward(
         _scan(p, choice, q, k, v, saved, packing, first, False, True, output=False)
     fp32: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
     need_initial = initial is not None
-    make = torch.zeros if p.packed else torch.empty
-    dv = make(v.shape, device=v.device, dtype=v.dtype)
+    dv = _rows(p, v)
     d_initial = torch.empty(p.state_shape(p.sequences) if need_initial else (0,), **fp32)
     d_states, d_solved = torch.empty_like(saved.states), torch.empty_like(saved.solved)
     width, block = p.width(choice.scan_backward), choice.scan_backward
@@ -230,7 +233,7 @@ def backward(
             q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
             SEGMENTS=p.segments, D_FINAL=d_end is not None, D_INITIAL=d_start is not None,
             SCORES=keeps_scores, BOUNDED=p.bounded, STORE=store, WRITES=writes, PACKED=p.packed, TMA=tma,
-            STAGES=block.stages, num_warps=block.warps, **width, **p.flags(),
+            STAGES=block.stages, num_warps=block.warps, **width, **p.flags,
         )  # fmt: skip
 
     if p.segments > 1:
@@ -242,11 +245,9 @@ def backward(
     else:
         scan(d_final, d_initial if need_initial else None, True)
 
-    dq = make(q.shape, device=q.device, dtype=q.dtype)
-    dk = make(k.shape, device=k.device, dtype=k.dtype)
-    d_gate = make(gate.shape, **fp32)
-    d_write = make(gate.shape if p.mode == RAW else (0,), **fp32)
-    d_decay = make(gate.shape if p.decays else (0,), **fp32)
+    dq, dk, d_gate = _rows(p, q), _rows(p, k), _rows(p, gate)
+    d_write = gate.new_empty(0) if write is None else _rows(p, write)
+    d_decay = _rows(p, gate, torch.float32) if p.decays else torch.empty(0, **fp32)
     d_scores = torch.empty_like(saved.inverse)
     decay = unused if decay is None else decay.contiguous()
     width, block = p.width(choice.gradient_q, inside=True), choice.gradient_q
@@ -255,7 +256,7 @@ def backward(
         q, k, do, saved.table, saved.states, saved.solved, *packing, dq, d_scores, d_decay,
         p.tokens, p.scale, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
         MODE=p.mode, PACKED=p.packed, num_warps=block.warps, num_stages=block.stages, registers=block.registers,
-        **width, **p.flags(),
+        **width, **p.flags,
     )  # fmt: skip
     width, block = p.width(choice.gradient_k, inside=True), choice.gradient_k
     launch(
@@ -263,6 +264,6 @@ def backward(
         q, k, gate, decay, d_scores, saved.table, saved.states, saved.solved, d_states, d_solved, d_writes, *packing,
         dk, d_gate, d_write, d_decay, p.tokens, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
         BLOCKS=blocks, MODE=p.mode, PACKED=p.packed, num_warps=block.warps, num_stages=block.stages,
-        registers=block.registers, **width, **p.flags(),
+        registers=block.registers, **width, **p.flags,
     )  # fmt: skip
     return Gradients(dq, dk, dv, d_gate, d_write, d_decay, d_initial)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,11 +32,23 @@ def processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+# what follows from the shapes is not worked out again for every layer of every step
+known_problem = functools.lru_cache(maxsize=1024, typed=True)(Problem)
+
+
 def _problem(
-    q: Tensor, v: Tensor, decay: bool, cu_seqlens: Tensor | None, mode: int, scale: float, segments: int
+    q: Tensor,
+    v: Tensor,
+    decay: bool,
+    cu_seqlens: Tensor | None,
+    mode: int,
+    scale: float,
+    segments: int,
+    make: Callable[..., Problem] = Problem,
 ) -> Problem:
+    """The problem of these inputs; sizes of fake tensors may be symbols, which no cache takes for keys."""
     B, T, H, K = q.shape
-    return Problem(
+    return make(
         batch=B, tokens=T, heads=H, key_width=K, value_width=v.shape[3],
         sequences=B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         dtype=q.dtype, mode=mode, decays=decay, packed=cu_seqlens is not None, scale=scale, segments=segments,
@@ -58,7 +71,7 @@ def _forward(
     keep_states: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(o, final state, *Saved); see `launch.forward`."""
-    problem = _problem(q, v, decay is not None, cu_seqlens, mode, scale, segments)
+    problem = _problem(q, v, decay is not None, cu_seqlens, mode, scale, segments, known_problem)
     o, final, saved = launch.forward(
         problem, q, k, v, gate, write, decay, initial, cu_seqlens, output_final, keep_states
     )
@@ -104,7 +117,7 @@ def _backward(
     segments: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, d_gate, d_write, d_decay, d_initial); see `launch.backward`."""
-    problem = _problem(q, v, decay is not None, cu_seqlens, mode, scale, segments)
+    problem = _problem(q, v, decay is not None, cu_seqlens, mode, scale, segments, known_problem)
     return launch.backward(problem, Saved(*saved), do, d_final, q, k, v, gate, write, decay, initial, cu_seqlens)
 
 
@@ -119,8 +132,8 @@ def _(do, d_final, q, k, v, gate, write, decay, initial, cu_seqlens, saved, mode
         q.new_empty(q.shape),
         k.new_empty(k.shape),
         v.new_empty(v.shape),
-        gate.new_empty(gate.shape, **fp32),
-        gate.new_empty(gate.shape if write is not None else (0,), **fp32),
+        gate.new_empty(gate.shape),
+        gate.new_empty(0) if write is None else write.new_empty(write.shape),
         gate.new_empty(gate.shape if decay is not None else (0,), **fp32),
         q.new_empty(p.state_shape(p.sequences) if initial is not None else (0,), **fp32),
     )
@@ -145,15 +158,15 @@ def _gradient(ctx: Any, do: Tensor | None, d_final: Tensor | None, *_: Tensor | 
         dq,
         dk,
         dv,
-        d_gate.to(gate.dtype),
-        None if write is None else d_write.to(write.dtype),
+        d_gate,
+        None if write is None else d_write,
         None if decay is None else d_decay.to(decay.dtype),
         None if initial is None else d_initial.to(initial.dtype),
         *(None,) * 6,
     )
 
 
-_delta = differentiable(delta_forward, _forward, _setup, _gradient)
+_delta = differentiable(delta_forward, _forward, _setup, _gradient, results=2)
 
 
 def _run(
@@ -194,7 +207,7 @@ def _run(
     inputs = (q, k, v, gate, write, decay, initial_state)
     keep_states = not recompute and wants_gradient(inputs)
     initial = None if initial_state is None else initial_state.float().contiguous()
-    o, final, *_ = _delta(
+    o, final = _delta(
         q, k, v, gate, write, decay, initial, cu_seqlens, MODES[op], scale, segments, output_final_state, keep_states
     )
     return o, final if output_final_state else None

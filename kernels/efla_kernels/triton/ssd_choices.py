@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
+
+from efla_kernels.triton.arguments import power_of_two
 
 
 class Block(NamedTuple):
@@ -111,7 +112,7 @@ class Problem:
             "G": self.groups,
             "N": self.state_width,
             "P": self.width,
-            "BP": max(16, triton.next_power_of_2(self.width)),
+            "BP": max(16, power_of_two(self.width)),
             "L": self.choice.chunk,
             "PACKED": self.packed,
             "DTYPE": tl.float32 if self.operand == torch.float32 else tl.bfloat16,
@@ -120,10 +121,10 @@ class Problem:
 
     def tile(self, block: Block) -> dict[str, Any]:
         """The constants of a kernel over chunks: its rows, the whole width of the state, its pipeline."""
-        width = max(16, triton.next_power_of_2(self.state_width))
+        width = max(16, power_of_two(self.state_width))
         return {"R": block.rows, "BN": width, "STAGES": block.stages, "num_warps": block.warps}
 
     @property
     def gate_heads(self) -> int:
         """Heads side by side in a program of the gates' kernels."""
-        return min(32, triton.next_power_of_2(self.heads))
+        return min(32, power_of_two(self.heads))

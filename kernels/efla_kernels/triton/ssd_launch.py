@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from efla_kernels.triton.arguments import Packing, pack, rows_in_place, use_descriptors
+from efla_kernels.triton.arguments import Packing, pack, power_of_two, rows_in_place, use_descriptors
 from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.ssd_choices import Block, Problem
 from efla_kernels.triton.ssd_gates import ssd_gate_gradient_kernel, ssd_table_kernel
@@ -52,7 +51,7 @@ def _scan(
     segments, each = p.segments()
     tma = _tma(p, x, keys)
     rows = block.rows if tma else min(block.rows, 64)  # pointers take registers as well
-    width = min(rows, max(16, triton.next_power_of_2(p.state_width)))
+    width = min(rows, max(16, power_of_two(p.state_width)))
     programs = p.sequences * segments * p.heads * -(-p.state_width // width)
 
     def scan(outer: Tensor | None, left_over: Tensor | None, totals: Tensor | None) -> None:

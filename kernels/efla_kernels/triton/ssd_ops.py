@@ -128,7 +128,7 @@ def _gradient(ctx: Any, dy: Tensor | None, d_final: Tensor | None, *_: Tensor | 
     return (*own, None, None if initial is None else d_initial.to(initial.dtype), None, None, None)
 
 
-_ssd = differentiable(ssd_forward, _forward, _setup, _gradient)
+_ssd = differentiable(ssd_forward, _forward, _setup, _gradient, results=2)
 
 
 def _check(x: Tensor, B: Tensor, C: Tensor) -> None:
@@ -171,7 +171,7 @@ def _run(
     initial = None if initial_state is None else initial_state.float().contiguous()
     inputs = (x, dt, B, C, *steps, initial)
     wanted = wants_gradient(inputs)
-    y, final, *_ = _ssd(*inputs, cu_seqlens, output_final_state, wanted and not recompute)
+    y, final = _ssd(*inputs, cu_seqlens, output_final_state, wanted and not recompute)
     return y, final if output_final_state else None
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from efla_kernels.triton.arguments import power_of_two
 from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.ssd_gates import rate, softplus
 
@@ -84,12 +85,12 @@ def step(
     dt = dt if dt.stride(1) == 1 else dt.contiguous()
     y = x.new_empty(batch, H, P)
     # few rows: more programs per row, so that enough loads are under way
-    BP = min(max(16, triton.next_power_of_2(P)), 16 if batch * H < 256 else 64)
+    BP = min(max(16, power_of_two(P)), 16 if batch * H < 256 else 64)
     launch(
         ssd_step_kernel, batch * H * -(-P // BP),
         x, dt, A_log, B, C, D, dt_bias, dt if dt_mask is None else dt_mask.contiguous(), state, y,
         x.stride(0), dt.stride(0), B.stride(0), C.stride(0),
-        H=H, G=B.shape[1], N=N, P=P, BN=triton.next_power_of_2(N), BP=BP, MASKED=dt_mask is not None,
+        H=H, G=B.shape[1], N=N, P=P, BN=power_of_two(N), BP=BP, MASKED=dt_mask is not None,
         num_warps=4,
     )  # fmt: skip
     return y

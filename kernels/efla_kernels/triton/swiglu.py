@@ -58,7 +58,7 @@ def _forward(gate_up: Tensor, weight: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     N, F = gate_up.shape[0], gate_up.shape[1] // 2
     h = gate_up.new_empty(N, F)
-    launch(swiglu_kernel, N * triton.cdiv(F, BLOCK), gate_up, h, num_warps=WARPS, F=F, BLOCK=BLOCK)
+    launch(swiglu_kernel, N * -(-F // BLOCK), gate_up, h, num_warps=WARPS, F=F, BLOCK=BLOCK)
     return h @ weight.t()
 
 
@@ -68,7 +68,7 @@ def _backward(dy: Tensor, gate_up: Tensor, weight: Tensor) -> tuple[Tensor, Tens
     h = dy @ weight  # dh until the kernel has run
     N, F = h.shape
     d_gate_up = torch.empty_like(gate_up)
-    programs = N * triton.cdiv(F, BLOCK)
+    programs = N * -(-F // BLOCK)
     launch(swiglu_gradient_kernel, programs, h, gate_up, d_gate_up, num_warps=WARPS, F=F, BLOCK=BLOCK)
     return d_gate_up, dy.t() @ h
 
