@@ -24,6 +24,7 @@ def main(settings: EvalSettings) -> int:
     from efla_lm.evaluation.harness import HarnessLM
     from efla_lm.evaluation.runner import load_tasks, run_tasks
     from efla_lm.evaluation.scoring import Scorer
+    from efla_lm.evaluation.tasks import describe_missing
     from efla_lm.evaluation.tokens import TokenPolicy
     from efla_lm.training import distributed
 
@@ -82,7 +83,7 @@ def main(settings: EvalSettings) -> int:
         limited = f", first {settings.limit} documents" if settings.limit else ""
         results.print_table(found, f"{settings.tasks.name} on {checkpoint.location}{limited}")
         print(f"result: {path}")
-        for reason in missing.values():
+        for reason in describe_missing(missing):
             print(f"error: {reason}", file=sys.stderr)
     distributed.finish()
     return 1 if missing else 0

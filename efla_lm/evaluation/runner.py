@@ -28,12 +28,16 @@ MERGED = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot"
 
 
 def load_tasks(
-    names: list[str], tokenizer: Any, local_dir: Path | None = None, token_dir: Path | None = None
+    names: list[str],
+    tokenizer: Any,
+    local_dir: Path | None = None,
+    token_dir: Path | None = None,
+    key: str = "tasks.local_dir",
 ) -> tuple[list[TaskSet], dict[str, str]]:
     """(task sets in order, reason for every name that cannot be had).
 
     names: lm-eval tasks, groups or tags, and `heldout`. local_dir: folder of local copies, or None for the hub.
-    token_dir: token files of `heldout`.
+    token_dir: token files of `heldout`. key: the settings key of local_dir, for the reasons.
 
     Raises:
         UserError: lm-eval knows no task of that name.
@@ -54,7 +58,8 @@ def load_tasks(
                 found.append(heldout.load_heldout(token_dir, tokenizer))
             else:
                 assert manager is not None
-                found.append(load_local(manager, name, local_dir) if local_dir else load_from_hub(manager, name))
+                task_set = load_local(manager, name, local_dir, key) if local_dir else load_from_hub(manager, name, key)
+                found.append(task_set)
         except MissingTask as error:
             missing[name] = str(error)
     return found, missing

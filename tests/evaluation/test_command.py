@@ -100,10 +100,15 @@ def test_a_missing_file_is_named_and_the_other_tasks_are_reported(
     assert "missing" in shown.out
 
 
-def test_nothing_there_at_all_still_ends_with_a_file_and_exit_code_1(evaluate: Any, tmp_path: Path) -> None:
+def test_nothing_there_at_all_still_ends_with_a_file_and_exit_code_1(
+    evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     export = save_export(tmp_path / "export")
     assert evaluate([f"checkpoint={export}", f"tasks.local_dir={tmp_path}/none", f"out={tmp_path}/out"]) == 1
     assert list(read_result(tmp_path / "out")["missing"]) == PAPER
+    names = ", ".join(PAPER)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert said == [f"error: tasks {names}: the folder {tmp_path}/none does not exist (tasks.local_dir)"]
 
 
 def test_without_a_network_hub_tasks_are_named_quickly(
@@ -120,12 +125,14 @@ def test_without_a_network_hub_tasks_are_named_quickly(
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")
     monkeypatch.setattr(hub, "_answers", lambda url: False)
     run = write_run(tmp_path / "run", texts=TEXTS)
-    arguments = [f"checkpoint={run}", "tasks=custom", "tasks.names=[piqa,heldout]"]
+    arguments = [f"checkpoint={run}", "tasks=custom", "tasks.names=[piqa,sciq,heldout]"]
     assert evaluate(arguments) == 1
     result = read_result(run / "results")
     assert list(result["results"]) == ["heldout"]
     assert "tasks.local_dir=FOLDER" in result["missing"]["piqa"]
-    assert "does not answer; using local caches only" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "does not answer; using local caches only" in said
+    assert said.count("error:") == 1 and "error: tasks piqa, sciq: the hub is out of reach" in said
 
 
 def test_held_out_text_needs_the_run_directory_alone(evaluate: Any, tmp_path: Path) -> None:
