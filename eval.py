@@ -11,7 +11,7 @@ from efla_kernels.environment import commit
 
 from efla_lm.evaluation import checkpoints, hub, results
 from efla_lm.evaluation.settings import EvalSettings
-from efla_lm.settings import entry, to_dict
+from efla_lm.settings import check_output, entry, to_dict
 
 
 @entry("eval", EvalSettings)
@@ -30,11 +30,12 @@ def main(settings: EvalSettings) -> int:
 
     started = time.time()
     settings.check()
-    world = distributed.start(settings.device)
+    world = distributed.start(settings.device, key="device")
     checkpoint = checkpoints.find(settings.checkpoint)
     if checkpoint.kind == "hub":
         hub.offline_unless_reachable()
     model, tokenizer = checkpoints.load(checkpoint)
+    world.on_main(lambda: check_output(out_folder(settings, checkpoint) / "result.json"))
     if settings.carry_state:
         check_recurrent(model)
     weights = checkpoints.weights_hash(model) if world.is_main else ""

@@ -25,7 +25,7 @@ from efla_data.workers import worker_environment
 from efla_kernels.environment import commit
 
 from efla_lm.errors import UserError
-from efla_lm.settings import PATH, DataSettings, entry, key
+from efla_lm.settings import PATH, DataSettings, check_output, entry, key
 from scripts.prepare import make_recipe
 
 # Each runs in a process of its own and prints what it used: processor seconds, peak memory, tokens.
@@ -98,6 +98,8 @@ def main(settings: DataSpeedSettings) -> None:
     kinds = {"parquet" if path.endswith(".parquet") else "json" for path in files}
     if len(kinds) != 1 or any(".txt" in Path(path).suffixes for path in files):
         raise UserError("data.sources: expected files of JSON lines, or of parquet, which datasets.map can read too")
+    out = Path(settings.out)
+    check_output(out)
     report: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "commit": commit()}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "tokens"
@@ -111,8 +113,6 @@ def main(settings: DataSpeedSettings) -> None:
         report["loader"] = _read(settings, folder)
         report["seek_seconds"] = _seek(folder, data.context, settings.micro_batch)
     report["settings"] = asdict(settings)
-    out = Path(settings.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(_words(report) + f"\n{out}")
 

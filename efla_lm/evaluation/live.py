@@ -55,7 +55,7 @@ class LiveEvaluation:
             tokenizer,
             Path(settings.local_dir) if settings.local_dir else None,
             token_dir if heldout.NAME in settings.tasks else None,
-            key="eval.local_dir",
+            keys=("eval.tasks", "eval.local_dir"),
         )
         if missing:
             raise UserError(f"eval.tasks: {'; '.join(describe_missing(missing))}")

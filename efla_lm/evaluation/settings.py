@@ -128,6 +128,12 @@ class GenerateSettings:
     def validate(self) -> None:
         """Raise UserError for values that no generation can mean. Called once by `entry`, before a model is loaded."""
         _check_seed(self.seed)
+        if self.temperature == 0 and (self.top_k is not None or 0 < self.top_p < 1):
+            given = f"top_p={self.top_p}" if self.top_k is None else f"top_k={self.top_k}"
+            raise UserError(
+                f"{given} says what is sampled from, but temperature=0 takes the most probable token each time: set "
+                "temperature, e.g. 0.8, or leave it out"
+            )
         if any("\ud800" <= character <= "\udfff" for character in self.prompt):
             raise UserError("prompt: expected text, got bytes that are not UTF-8; set the terminal's encoding to UTF-8")
 

@@ -37,7 +37,7 @@ def fla_delta_net(vocab_size: int, hidden_size: int, num_heads: int, layers: int
 
 def tasks(names: list[str], tokenizer: Any, folder: Path | None) -> list[TaskSet]:
     """The tasks to be timed. Raises UserError if one is missing."""
-    found, missing = load_tasks(names, tokenizer, folder, key="local_dir")
+    found, missing = load_tasks(names, tokenizer, folder, keys=("tasks", "local_dir"))
     if missing:
         raise UserError("; ".join(describe_missing(missing)))
     return found

@@ -55,8 +55,8 @@ def describe_missing(missing: Mapping[str, str]) -> list[str]:
     ]
 
 
-def manager_for(names: list[str]) -> TaskManager:
-    """The quick index if it knows all names, else the full one.
+def manager_for(names: list[str], key: str = "tasks.names") -> TaskManager:
+    """The quick index if it knows all names, which `key` lists, else the full one.
 
     Raises:
         UserError: lm-eval knows no such task, group or tag; the nearest name is given.
@@ -70,7 +70,7 @@ def manager_for(names: list[str]) -> TaskManager:
         if name not in full.task_index:
             near = get_close_matches(name, full.all_tasks, n=1)
             hint = f"; the nearest name is {near[0]}" if near else ""
-            raise UserError(f"tasks.names: lm-eval {lm_eval.__version__} has no task {name}{hint}")
+            raise UserError(f"{key}: lm-eval {lm_eval.__version__} has no task {name}{hint}")
     return full
 
 

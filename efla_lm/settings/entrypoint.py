@@ -190,7 +190,7 @@ def keys_of(place: str, settings: Any) -> str:
         value = get(settings, name) if info.path is not None else None
         for path in value if isinstance(value, list) else [value]:
             if path is not None and os.path.isabs(path):
-                if Path(place).is_relative_to(path):
+                if Path(place).is_relative_to(path) or place.startswith(f"{path}."):  # or a temporary name beside it
                     above.append((len(path), f"{name}={path}"))
                 elif Path(path).is_relative_to(place):
                     below.append(f"{name}={path}")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from efla_lm.evaluation import checkpoints, hub
-from scripts import generate
+from efla_lm.evaluation import checkpoints, hub, runner
+from scripts import eval_compare, generate
 from tests.evaluation.material import (
     CONTEXT,
     PAPER,
@@ -270,6 +270,37 @@ def test_generation_continues_the_prompt_and_repeats_with_its_seed(
     ids = tokenizer("the river", return_tensors="pt")["input_ids"]
     out = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=1)
     assert greedy == tokenizer.decode(out[0], skip_special_tokens=True) + "\n"
+
+
+def test_generation_refuses_what_greedy_choice_does_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given in ("top_k=5", "top_p=0.9"):
+        assert generate.main.run([f"checkpoint={tmp_path}", "prompt=a", given]) == 1
+        assert f"error: {given} says what is sampled from, but temperature=0" in capsys.readouterr().err
+        assert generate.main.run([f"checkpoint={tmp_path}", "prompt=a", given, "temperature=1"]) == 1
+        assert "expected a run" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_named_before_the_work(
+    evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, file = write_run(tmp_path / "run", texts=TEXTS), tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(runner, "run_tasks", lambda *args, **kwargs: pytest.fail("the tasks were run"))
+    assert evaluate([f"checkpoint={run}", "tasks=heldout", f"out={file}"]) == 1
+    assert f"error: {file}: file exists (out={file}); a file is in the way" in capsys.readouterr().err
+    assert eval_compare.main.run([f"checkpoint={run}", f"out={tmp_path}"]) == 1
+    assert f"error: {tmp_path}: is a directory (out={tmp_path}); a folder is there" in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_folder_was_taken_for_the_hubs(
+    evaluate: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert evaluate(["checkpoint=models/mistyped", "tasks=heldout"]) == 1
+    said = capsys.readouterr().err
+    assert "models/mistyped" in said and "no folder of that name is here" in said
 
 
 @pytest.mark.parametrize(
