@@ -89,6 +89,14 @@ class DataSpeedSettings:
     out: str = key("results/data_speed.json", "where the figures go", path=PATH)
     data: DataSettings = field(default_factory=DataSettings)
 
+    def validate(self) -> None:
+        """Raise UserError for values that nothing can be measured with."""
+        for name in ("readers", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.seconds <= 0:
+            raise UserError(f"seconds={self.seconds}: expected more than 0")
+
 
 @entry("prepare", DataSpeedSettings)
 def main(settings: DataSpeedSettings) -> None:
@@ -119,9 +127,10 @@ def main(settings: DataSpeedSettings) -> None:
 
 def _figures(program: str, *arguments: str) -> dict[str, float]:
     command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=worker_environment())
+    done = subprocess.run(command, capture_output=True, text=True, env=worker_environment())
     if done.returncode:
-        raise UserError(f"the measurement ended with exit code {done.returncode}: see above")
+        why = (done.stderr.strip() or "nothing was printed").splitlines()[-1]
+        raise UserError(f"the measurement ended with exit code {done.returncode}: {why}")
     figures = dict(zip(FIGURES, json.loads(done.stdout.splitlines()[-1]), strict=True))
     return figures | {"tokens_per_processor_second": figures["tokens"] / figures["processor_seconds"]}
 

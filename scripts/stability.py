@@ -47,6 +47,8 @@ class StabilitySettings:
             value = getattr(self, name)
             if value is not None and value < 2 - (name == "sequences"):
                 raise UserError(f"{name}: got {value}, expected at least {2 - (name == 'sequences')}")
+        if not self.sizes or min(self.sizes) <= 0:
+            raise UserError(f"sizes: got {self.sizes}, expected at least one, each above 0")
 
 
 @entry("stability", StabilitySettings)

@@ -81,6 +81,13 @@ class EvalCompareSettings:
     stock_batch_size: int = key(64, "rows per batch of the stock model (its own default is 1)")
     out: str = key("results/eval_compare.json", "result file", path=PATH)
 
+    def validate(self) -> None:
+        """Raise UserError for values that nothing can be compared with. Called once by `entry`."""
+        for name in ("limit", "stock_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value}: expected at least 1")
+
 
 @dataclass
 class EvalSpeedSettings:

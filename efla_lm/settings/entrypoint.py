@@ -52,7 +52,7 @@ _MENDS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "choose a place that you may use, or change its rights"),
     errno.EROFS: "choose a place that can be written",
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in the way: choose another place, or move it"),
-    errno.EISDIR: "a folder is there: choose another name, or move it",
+    errno.EISDIR: "expected a file, a folder is there: choose another name",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
 

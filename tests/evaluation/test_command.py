@@ -291,7 +291,7 @@ def test_a_place_that_cannot_be_written_is_named_before_the_work(
     assert evaluate([f"checkpoint={run}", "tasks=heldout", f"out={file}"]) == 1
     assert f"error: {file}: file exists (out={file}); a file is in the way" in capsys.readouterr().err
     assert eval_compare.main.run([f"checkpoint={run}", f"out={tmp_path}"]) == 1
-    assert f"error: {tmp_path}: is a directory (out={tmp_path}); a folder is there" in capsys.readouterr().err
+    assert f"error: {tmp_path}: is a directory (out={tmp_path}); expected a file" in capsys.readouterr().err
 
 
 def test_a_name_that_is_no_folder_was_taken_for_the_hubs(
