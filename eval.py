@@ -11,7 +11,7 @@ from efla_kernels.environment import commit
 
 from efla_lm.evaluation import checkpoints, hub, results
 from efla_lm.evaluation.settings import EvalSettings
-from efla_lm.settings import entry, to_dict
+from efla_lm.settings import check_output, entry, to_dict
 
 
 @entry("eval", EvalSettings)
@@ -24,16 +24,18 @@ def main(settings: EvalSettings) -> int:
     from efla_lm.evaluation.harness import HarnessLM
     from efla_lm.evaluation.runner import load_tasks, run_tasks
     from efla_lm.evaluation.scoring import Scorer
+    from efla_lm.evaluation.tasks import describe_missing
     from efla_lm.evaluation.tokens import TokenPolicy
     from efla_lm.training import distributed
 
     started = time.time()
     settings.check()
-    world = distributed.start(settings.device)
+    world = distributed.start(settings.device, key="device")
     checkpoint = checkpoints.find(settings.checkpoint)
     if checkpoint.kind == "hub":
         hub.offline_unless_reachable()
     model, tokenizer = checkpoints.load(checkpoint)
+    world.on_main(lambda: check_output(out_folder(settings, checkpoint) / "result.json"))
     if settings.carry_state:
         check_recurrent(model)
     weights = checkpoints.weights_hash(model) if world.is_main else ""
@@ -82,7 +84,7 @@ def main(settings: EvalSettings) -> int:
         limited = f", first {settings.limit} documents" if settings.limit else ""
         results.print_table(found, f"{settings.tasks.name} on {checkpoint.location}{limited}")
         print(f"result: {path}")
-        for reason in missing.values():
+        for reason in describe_missing(missing):
             print(f"error: {reason}", file=sys.stderr)
     distributed.finish()
     return 1 if missing else 0

@@ -6,6 +6,7 @@ torchrun --nproc-per-node=8 train.py model=efla size=1b3 data=slimpajama paralle
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,13 +24,13 @@ from efla_lm.training.checkpoint import CheckpointMeta, load_checkpoint
 from efla_lm.training.distributed import World, build_mesh, finish, start
 from efla_lm.training.export import export_checkpoint
 from efla_lm.training.graphs import GraphedPasses, release
-from efla_lm.training.metrics import MetricsWriter
+from efla_lm.training.metrics import MetricsWriter, read_rows
 from efla_lm.training.optim import build_optimizer, set_learning_rate
 from efla_lm.training.profile import RunProfile
 from efla_lm.training.progress import Progress, banner
 from efla_lm.training.run_dir import RunDirectory, open_run
 from efla_lm.training.save import save_checkpoint
-from efla_lm.training.signals import Interruption
+from efla_lm.training.signals import Agreement, Interruption, StopAsked
 from efla_lm.training.step import Passes, Verdicts, update
 from efla_lm.training.throughput import Meter
 from efla_lm.training.validate import validate
@@ -65,12 +66,37 @@ class Run:
         keep, write_config = self.settings.train.keep_checkpoints or 0, self.config.save_pretrained
         return save_checkpoint(self.directory.path, self.model, self.optimizer, meta, self.world, write_config, keep)
 
-    def validate(self) -> float | None:
-        """Mean loss of the held-out text; None where none is held out."""
-        if self.heldout_data is None:
-            return None
-        batches = self.settings.train.validate_batches
-        return validate(self.model, self.heldout_data, self.world, batches and batches * self.budget.windows)
+    def due(self, step: int) -> set[str]:
+        """What is done after update `step`, by the name of its rows in metrics.jsonl: `val_loss`, `eval`."""
+        every = {
+            "val_loss": (self.heldout_data is not None, self.settings.train.validate_every),
+            "eval": (self.evaluation is not None, self.settings.eval.every),
+        }
+        last = step == self.budget.steps
+        return {name for name, (wanted, often) in every.items() if wanted and (last or is_due(step, often))}
+
+    def owed(self) -> set[str]:
+        """What of `due` an earlier launch of this run left out after the update where this one begins."""
+        if self.resumed_from is None or not self.resumed_from.is_relative_to(self.directory.path):
+            return set()
+        step, path = self.start.step, self.directory.metrics
+        rows = self.world.on_main(lambda: read_rows(path) if path.exists() else [])
+        return self.due(step) - {name.partition("/")[0] for row in rows if row["step"] == step for name in row}
+
+    def assess(
+        self, step: int, due: set[str], metrics: MetricsWriter, progress: Progress, check: Callable[[], None]
+    ) -> None:
+        """Validate and evaluate as `due` says. check: called before every forward pass, leaves by raising."""
+        if "val_loss" in due and self.heldout_data is not None:
+            batches = self.settings.train.validate_batches
+            windows = batches and batches * self.budget.windows
+            val_loss = validate(self.model, self.heldout_data, self.world, windows, check)
+            metrics.write({"step": step, "val_loss": val_loss})
+            progress.validated(step, val_loss)
+        if "eval" in due and self.evaluation is not None:
+            scores = self.evaluation.run(self.model, check)
+            metrics.write({"step": step, **scores})
+            progress.evaluated(step, scores)
 
 
 @entry("train", TrainSettings)
@@ -100,10 +126,10 @@ def main(settings: TrainSettings) -> int:
             )  # fmt: skip
             banner("efla-lm", facts(run, backend), main=world.is_main)
             try:
-                done, saved = fit(run, interruption)
+                finished, saved = fit(run, interruption)
             finally:
                 release(passes)
-            if done >= budget.steps and saved is not None:
+            if finished and saved is not None:
                 world.on_main(lambda: export_checkpoint(saved, directory.export))
                 if world.is_main:
                     print(f"finished: {directory.path} (checkpoints, metrics.jsonl, export)", flush=True)
@@ -111,23 +137,28 @@ def main(settings: TrainSettings) -> int:
     return 0
 
 
-def fit(run: Run, interruption: Interruption) -> tuple[int, Path | None]:
-    """Train from the update that the run has come to. Returns the updates done and the newest checkpoint.
+def fit(run: Run, interruption: Interruption) -> tuple[bool, Path | None]:
+    """Train from the update that the run has come to. Returns whether all is done, and the newest checkpoint.
 
-    Leaves early, after saving, when any rank is asked to stop or at train.stop_at.
+    Leaves early, after saving, when any rank is asked to stop or at train.stop_at. An update's checkpoint is written
+    before its validation. Whoever is asked to stop has little time: no validation begins then, and one that is under
+    way is left; the next launch makes up for it.
     """
     settings, budget, train = run.settings, run.budget, run.settings.train
     last = min(budget.steps, train.stop_at or budget.steps)
-    saved, done = run.resumed_from, run.start.step
+    saved, done, kept = run.resumed_from, run.start.step, run.start.step  # kept: the update that `saved` is of
     verdicts = Verdicts(train.max_skipped_steps, run.start.skipped_steps)
     batch_log = BatchLog(run.directory.path / "batches.jsonl", run.world, done) if train.log_batches else None
     meter = Meter(flops_per_token(run.config, budget.context), run.world.device, run.world.size)
     traced = RunProfile(settings.profile, run.directory.path, run.world)
+    agreement, asked = Agreement(interruption, run.world), False
     with (
         MetricsWriter(run.directory, settings.logger, resumed_step=done, config=to_dict(settings)) as metrics,
         Progress(budget.steps, start_step=done, main=run.world.is_main) as progress,
     ):
-        for step in range(done, last):
+        with meter.paused():
+            asked = not assessed(run, done, run.owed(), metrics, progress, agreement)
+        for step in range(done, done if asked else last):
             tokens = step * budget.batch_tokens
             lr = schedule.learning_rate(settings.schedule, tokens, budget.total_tokens, budget.batch_tokens)
             set_learning_rate(run.optimizer, lr)
@@ -142,6 +173,9 @@ def fit(run: Run, interruption: Interruption) -> tuple[int, Path | None]:
             verdicts.add(done, verdict)
             meter.count(budget.batch_tokens)
 
+            due, saving = run.due(done), is_due(done, train.save_every)
+            if due or saving or done == last:
+                verdicts.settle()
             if done == 1 or done == last or verdicts.stop or is_due(done, train.log_every):
                 seen, speed = verdicts.settle(), meter.read()
                 row = {"step": done, "tokens": done * budget.batch_tokens, "loss": seen.loss, "lr": lr}
@@ -149,32 +183,40 @@ def fit(run: Run, interruption: Interruption) -> tuple[int, Path | None]:
                 progress.update(done, loss=seen.loss, lr=lr, tokens_per_second=meter.rate)
             elif verdicts.last is not None:
                 progress.update(done, loss=verdicts.last.loss, lr=lr, tokens_per_second=meter.rate, log=False)
-            leaving = done == last or verdicts.stop
+            asked = verdicts.stop
 
             with meter.paused():
                 if table := traced.after_update():
                     progress.message(table)
-                if done == budget.steps or is_due(done, train.validate_every):
-                    val_loss = run.validate()
-                    if val_loss is not None:
-                        metrics.write({"step": done, "val_loss": val_loss})
-                        progress.validated(done, val_loss)
-                if run.evaluation and (done == budget.steps or is_due(done, settings.eval.every)):
-                    scores = run.evaluation.run(run.model)
-                    metrics.write({"step": done, **scores})
-                    progress.evaluated(done, scores)
-                if leaving or is_due(done, train.save_every):
-                    verdicts.settle()
+                if saving or asked or done == last:
+                    saved, kept = run.save(done, verdicts.skipped), done
+                asked = asked or not assessed(run, done, due, metrics, progress, agreement)
+                if asked and kept < done:
                     saved = run.save(done, verdicts.skipped)
-            if leaving:
+            if asked:
                 break
         if too_short := traced.close():
             progress.message(too_short)
-        if done < budget.steps:
+        finished = done >= budget.steps and not asked
+        if not finished:
             why = f" on {interruption.reason}" if interruption.reason else ""
             hint = f"the same command with name={run.directory.name} goes on"
             progress.message(f"stopped{why} after update {done} of {budget.steps}: {saved} is saved; {hint}")
-    return done, saved
+    return finished, saved
+
+
+def assessed(
+    run: Run, step: int, due: set[str], metrics: MetricsWriter, progress: Progress, agreement: Agreement
+) -> bool:
+    """Do what is due after an update. False: a rank was asked to stop meanwhile."""
+    if not due:
+        return True
+    try:
+        run.assess(step, due, metrics, progress, agreement.check)
+        agreement.settle()
+    except StopAsked:
+        return False
+    return True
 
 
 def is_due(done: int, every: int | None) -> bool:

@@ -17,7 +17,7 @@ from efla_data.contamination import contamination_report
 from efla_data.prepare import available_cores
 
 from efla_lm.errors import UserError
-from efla_lm.settings import PATH, DataSettings, entry, key
+from efla_lm.settings import PATH, DataSettings, check_output, entry, key
 
 
 @dataclass
@@ -70,10 +70,10 @@ def main(settings: ContaminationSettings) -> None:
             last = time.monotonic()
             print(f"{documents:,} documents, {documents / (last - start):,.0f} per second", file=sys.stderr, flush=True)
 
+    out = Path(settings.out)
+    check_output(Path(f"{out}.json"))
     processes = settings.processes or available_cores()
     report = contamination_report(settings.data.dir, settings.tasks, settings.n, settings.split, processes, show)
-    out = Path(settings.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{out}.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     Path(f"{out}.txt").write_text(table(report), encoding="utf-8")
     print(table(report) + f"{out}.json")

@@ -25,7 +25,7 @@ from efla_data.workers import worker_environment
 from efla_kernels.environment import commit
 
 from efla_lm.errors import UserError
-from efla_lm.settings import PATH, DataSettings, entry, key
+from efla_lm.settings import PATH, DataSettings, check_output, entry, key
 from scripts.prepare import make_recipe
 
 # Each runs in a process of its own and prints what it used: processor seconds, peak memory, tokens.
@@ -89,6 +89,14 @@ class DataSpeedSettings:
     out: str = key("results/data_speed.json", "where the figures go", path=PATH)
     data: DataSettings = field(default_factory=DataSettings)
 
+    def validate(self) -> None:
+        """Raise UserError for values that nothing can be measured with."""
+        for name in ("readers", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.seconds <= 0:
+            raise UserError(f"seconds={self.seconds}: expected more than 0")
+
 
 @entry("prepare", DataSpeedSettings)
 def main(settings: DataSpeedSettings) -> None:
@@ -98,6 +106,8 @@ def main(settings: DataSpeedSettings) -> None:
     kinds = {"parquet" if path.endswith(".parquet") else "json" for path in files}
     if len(kinds) != 1 or any(".txt" in Path(path).suffixes for path in files):
         raise UserError("data.sources: expected files of JSON lines, or of parquet, which datasets.map can read too")
+    out = Path(settings.out)
+    check_output(out)
     report: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "commit": commit()}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "tokens"
@@ -111,17 +121,16 @@ def main(settings: DataSpeedSettings) -> None:
         report["loader"] = _read(settings, folder)
         report["seek_seconds"] = _seek(folder, data.context, settings.micro_batch)
     report["settings"] = asdict(settings)
-    out = Path(settings.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(_words(report) + f"\n{out}")
 
 
 def _figures(program: str, *arguments: str) -> dict[str, float]:
     command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=worker_environment())
+    done = subprocess.run(command, capture_output=True, text=True, env=worker_environment())
     if done.returncode:
-        raise UserError(f"the measurement ended with exit code {done.returncode}: see above")
+        why = (done.stderr.strip() or "nothing was printed").splitlines()[-1]
+        raise UserError(f"the measurement ended with exit code {done.returncode}: {why}")
     figures = dict(zip(FIGURES, json.loads(done.stdout.splitlines()[-1]), strict=True))
     return figures | {"tokens_per_processor_second": figures["tokens"] / figures["processor_seconds"]}
 

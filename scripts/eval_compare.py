@@ -20,7 +20,7 @@ from efla_lm.errors import UserError
 from efla_lm.evaluation import checkpoints, results
 from efla_lm.evaluation.columns import PAPER_COLUMNS
 from efla_lm.evaluation.settings import EvalCompareSettings
-from efla_lm.settings import entry
+from efla_lm.settings import check_output, entry
 
 TASKS = list(dict.fromkeys(task for _, task, *_ in PAPER_COLUMNS))
 
@@ -39,6 +39,8 @@ def main(settings: EvalCompareSettings) -> int:
         largest_differences,
     )
 
+    out = Path(settings.out)
+    check_output(out)
     device = checkpoints.choose_device(settings.device)
     checkpoint = checkpoints.find(settings.checkpoint)
     if checkpoint.kind == "step":
@@ -76,8 +78,6 @@ def main(settings: EvalCompareSettings) -> int:
         "commit": commit(),
         "library_versions": results.versions(),
     }
-    out = Path(settings.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print_comparison(rows, documents)
     print(f"values {'agree' if agree else 'DIFFER'}, counts {'are' if official else 'are NOT'} the official ones")

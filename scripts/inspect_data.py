@@ -9,6 +9,7 @@ from efla_data.errors import DataError
 from efla_data.token_file import TokenFile
 from tokenizers import Tokenizer
 
+from efla_lm.errors import UserError
 from efla_lm.settings import DataSettings, entry, key
 
 
@@ -22,6 +23,13 @@ class InspectSettings:
     characters: int | None = key(500, "of each document's beginning; null: all")
     ids: bool = key(False, "show token ids instead of text; `characters` then counts ids")
     data: DataSettings = field(default_factory=DataSettings)
+
+    def validate(self) -> None:
+        """Raise UserError for counts of nothing."""
+        for name in ("count", "characters"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value}: expected 1 or more")
 
 
 def load_tokenizer(token_file: TokenFile) -> Tokenizer:

@@ -20,12 +20,14 @@ from efla_kernels.environment import describe_environment
 
 from efla_lm.benchmarks import equality
 from efla_lm.benchmarks.equality import EqualitySettings
-from efla_lm.settings import entry, to_dict
+from efla_lm.settings import check_output, entry, to_dict
 
 
 @entry("loss_equality", EqualitySettings)
 def main(settings: EqualitySettings) -> int:
     """Train the same model on the same batches in different ways and compare the losses."""
+    out = Path(settings.out)
+    check_output(out)
     names = equality.chosen(settings, torch.cuda.device_count())
     losses: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
@@ -45,8 +47,6 @@ def main(settings: EqualitySettings) -> int:
         "environment": describe_environment(), "settings": kept, "differences": differences, "failed": failed,
         "losses": losses,
     }  # fmt: skip
-    out = Path(settings.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     equality.plot(result, out.with_suffix(".png"))
     for name, found_by in differences.items():

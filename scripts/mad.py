@@ -21,9 +21,17 @@ from efla_lm.errors import UserError
 from efla_lm.experiments.mad import Budget, Member, train_and_score
 from efla_lm.experiments.mad_report import gather, write_report
 from efla_lm.experiments.progress import Line
-from efla_lm.experiments.results import choose_device, environment, merge, read_json, write_json
+from efla_lm.experiments.results import (
+    check_backend,
+    check_rates,
+    choose_device,
+    environment,
+    merge,
+    read_json,
+    write_json,
+)
 from efla_lm.experiments.rules import RECURRENT_MIXERS
-from efla_lm.settings import PATH, entry, key
+from efla_lm.settings import PATH, check_output, entry, key
 
 
 @dataclass
@@ -61,6 +69,10 @@ class MadSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}: got {value}, expected 1 or more")
+        check_rates(self.rates)
+        for decay in self.weight_decays:
+            if decay < 0:
+                raise UserError(f"weight_decays: got {decay}, expected 0 or more")
 
 
 @entry("mad", MadSettings)
@@ -74,6 +86,9 @@ def main(settings: MadSettings) -> None:
         print(f"written to {folder}")
         return
     device = choose_device(settings.device)
+    check_backend(settings.backend, device)
+    path = folder / "mad.json"
+    check_output(path)
     budget = Budget(settings.epochs, settings.batch, settings.precision, settings.test_examples)
     members = [
         Member(rate, decay, seed)
@@ -95,7 +110,6 @@ def main(settings: MadSettings) -> None:
         "environment": environment(device),
         "runs": [],
     }
-    path = folder / "mad.json"
     for task in settings.tasks:
         for setting in settings_of(task)[: None if settings.settings == "all" else 1]:
             if settings.examples is not None:

@@ -21,7 +21,15 @@ from efla_data.smnist import Digits, as_pixels, load_digits, pool
 
 from efla_lm.errors import UserError
 from efla_lm.experiments.progress import Line
-from efla_lm.experiments.results import choose_device, environment, merge, read_json, write_json
+from efla_lm.experiments.results import (
+    check_backend,
+    check_rates,
+    choose_device,
+    environment,
+    merge,
+    read_json,
+    write_json,
+)
 from efla_lm.experiments.rules import RECURRENT_MIXERS
 from efla_lm.experiments.smnist import (
     Classifier,
@@ -35,7 +43,7 @@ from efla_lm.experiments.smnist import (
     under_corruption,
 )
 from efla_lm.experiments.smnist_report import gather, script_rate, write_report
-from efla_lm.settings import PATH, PATH_OR_HUB, entry, key
+from efla_lm.settings import PATH, PATH_OR_HUB, check_output, entry, key
 
 
 @dataclass
@@ -81,6 +89,11 @@ class SmnistSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}: got {value}, expected 1 or more")
+        for name in ("pool", "test", "corrupted"):
+            value = getattr(self.images, name)
+            if value is not None and value < 1:
+                raise UserError(f"images.{name}: got {value}, expected 1 or more")
+        check_rates(self.rates)
 
 
 @entry("smnist", SmnistSettings)
@@ -95,6 +108,9 @@ def main(settings: SmnistSettings) -> None:
         print(f"written to {folder}")
         return
     device = choose_device(settings.device)
+    check_backend(settings.backend, device)
+    path = folder / f"{settings.setting}.json"
+    check_output(path)
     digits = load_digits(settings.images.source)
     pixels = as_pixels(pool(digits.train_images, settings.images.pool))
     held = settings.images.validation if settings.setting == "strict" else 0
@@ -115,7 +131,6 @@ def main(settings: SmnistSettings) -> None:
         "environment": environment(device),
         "runs": [],
     }
-    path = folder / f"{settings.setting}.json"
     for mixer in settings.mixers:
         content["runs"] += run_mixer(settings, mixer, digits, pixels, held, plan, device)
         write_json(path, content)  # what is done stays, should the next mixer fail

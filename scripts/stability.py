@@ -21,7 +21,7 @@ from efla_lm.evaluation.settings import CHECKPOINT
 from efla_lm.experiments.discretisation import euler_error, record, survival
 from efla_lm.experiments.discretisation_report import write_report
 from efla_lm.experiments.results import choose_device, environment, read_json, write_json
-from efla_lm.settings import PATH, PATH_OR_HUB, entry, key
+from efla_lm.settings import PATH, PATH_OR_HUB, check_output, entry, key
 
 
 @dataclass
@@ -47,6 +47,8 @@ class StabilitySettings:
             value = getattr(self, name)
             if value is not None and value < 2 - (name == "sequences"):
                 raise UserError(f"{name}: got {value}, expected at least {2 - (name == 'sequences')}")
+        if not self.sizes or min(self.sizes) <= 0:
+            raise UserError(f"sizes: got {self.sizes}, expected at least one, each above 0")
 
 
 @entry("stability", StabilitySettings)
@@ -56,6 +58,7 @@ def main(settings: StabilitySettings) -> None:
     if settings.replot is not None:
         content = read_json([settings.replot], "stability")[0]
     else:
+        check_output(folder / "stability.json")
         content = measure(settings)
         write_json(folder / "stability.json", content)
     print(write_report(content, folder, settings.figures))

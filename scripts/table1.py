@@ -6,6 +6,7 @@ file. Writes table1.md, table1.csv and table1.tex and prints the first.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from efla_lm.errors import UserError
@@ -20,7 +21,8 @@ def main(settings: Table1Settings) -> int:
     if not settings.runs:
         raise UserError("runs: expected at least one run directory, e.g. runs=[runs/efla-340m,runs/deltanet-340m]")
     source, paper = table1.read_paper()
-    rows = table1.build([table1.read_run(run) for run in settings.runs], paper)
+    runs = {run: table1.read_run(run) for run in settings.runs}
+    rows = table1.build(list(runs.values()), paper)
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
     text = table1_files.markdown(rows, source)
@@ -29,6 +31,9 @@ def main(settings: Table1Settings) -> int:
         (out / f"table1.{suffix}").write_text(content, encoding="utf-8")
     print(text)
     print(f"written: {out}/table1.md, .csv, .tex")
+    for run, evaluation in runs.items():
+        if not evaluation.values:
+            print(f"warning: no result in {run}: python eval.py checkpoint={run} tasks=paper", file=sys.stderr)
     return 0
 
 

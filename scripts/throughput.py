@@ -35,6 +35,8 @@ def main(settings: ThroughputSettings) -> int:
             "times a CPU, with small models: sizes=[tiny] shapes=[2x64]."
         )
         return 0
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda but torch sees no CUDA device: use device=auto or cpu")
     path = files.result_path(settings.out, "throughput")
     environment = describe_environment()
     result = opened(path, environment)

@@ -130,7 +130,8 @@ def _load_tokenizer(checkpoint: Checkpoint) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=local)
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+        taken = "" if local else " (no folder of that name is here, so that it was taken for one of the hub)"
+        raise UserError(f"{folder}: the tokenizer cannot be loaded{taken}: {_first_line(error)}") from error
 
 
 def _load_pretrained(checkpoint: Checkpoint) -> Any:

@@ -25,7 +25,7 @@ def documents(folder: Path, tokenizer: Any) -> tuple[list[dict[str, str]], dict[
     try:
         tokens = TokenFile.open(folder, "heldout")
     except (DataError, OSError) as error:
-        raise MissingTask(f"task {NAME}: {error}") from error
+        raise MissingTask(f"task {NAME}: {error} (for eval.py: tasks.data_dir)") from error
     first = 1 if tokens.manifest.tokenizer.add_bos else 0  # EOS always ends a document
     texts = [
         tokenizer.decode(tokens.document(index)[first:-1].tolist(), clean_up_tokenization_spaces=False)

@@ -7,6 +7,7 @@ them: they make equally many forward passes, of no more tokens than a micro-batc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from efla_lm.evaluation.harness import HarnessLM
 from efla_lm.evaluation.results import rows
 from efla_lm.evaluation.runner import load_tasks, run_tasks
 from efla_lm.evaluation.scoring import Scorer
+from efla_lm.evaluation.tasks import describe_missing
 from efla_lm.evaluation.tokens import TokenPolicy
 from efla_lm.models import EflaForCausalLM
 from efla_lm.settings import LiveEvalSettings
@@ -53,13 +55,18 @@ class LiveEvaluation:
             tokenizer,
             Path(settings.local_dir) if settings.local_dir else None,
             token_dir if heldout.NAME in settings.tasks else None,
+            keys=("eval.tasks", "eval.local_dir"),
         )
         if missing:
-            raise UserError(f"eval.tasks: {'; '.join(missing.values())}")
+            raise UserError(f"eval.tasks: {'; '.join(describe_missing(missing))}")
 
-    def run(self, model: EflaForCausalLM) -> dict[str, float]:
-        """`eval/TASK/METRIC` of all tasks, on every rank. model: the (sharded) model that is being trained."""
-        scorer = Scorer(model, self._context, "auto", self._world, lockstep_tokens=self._micro_tokens)
+    def run(self, model: EflaForCausalLM, check: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """`eval/TASK/METRIC` of all tasks, on every rank.
+
+        model: the (sharded) model that is being trained. check: called before each forward pass that scores, equally
+        often on all ranks; what it raises ends the evaluation.
+        """
+        scorer = Scorer(model, self._context, "auto", self._world, lockstep_tokens=self._micro_tokens, check=check)
         try:
             with torch.compiler.set_stance("force_eager"):
                 found = run_tasks(HarnessLM(scorer, self._policy), self._task_sets, limit=self._limit, bootstrap=0)

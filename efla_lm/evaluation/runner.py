@@ -28,12 +28,16 @@ MERGED = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot"
 
 
 def load_tasks(
-    names: list[str], tokenizer: Any, local_dir: Path | None = None, token_dir: Path | None = None
+    names: list[str],
+    tokenizer: Any,
+    local_dir: Path | None = None,
+    token_dir: Path | None = None,
+    keys: tuple[str, str] = ("tasks.names", "tasks.local_dir"),
 ) -> tuple[list[TaskSet], dict[str, str]]:
     """(task sets in order, reason for every name that cannot be had).
 
     names: lm-eval tasks, groups or tags, and `heldout`. local_dir: folder of local copies, or None for the hub.
-    token_dir: token files of `heldout`.
+    token_dir: token files of `heldout`. keys: what sets names and local_dir, for the reasons.
 
     Raises:
         UserError: lm-eval knows no task of that name.
@@ -43,7 +47,7 @@ def load_tasks(
         hub.offline_unless_reachable()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
-    manager = manager_for(stock) if stock else None
+    manager = manager_for(stock, keys[0]) if stock else None
     found: list[TaskSet] = []
     missing: dict[str, str] = {}
     for name in dict.fromkeys(names):
@@ -54,7 +58,12 @@ def load_tasks(
                 found.append(heldout.load_heldout(token_dir, tokenizer))
             else:
                 assert manager is not None
-                found.append(load_local(manager, name, local_dir) if local_dir else load_from_hub(manager, name))
+                task_set = (
+                    load_local(manager, name, local_dir, keys[1])
+                    if local_dir
+                    else load_from_hub(manager, name, keys[1])
+                )
+                found.append(task_set)
         except MissingTask as error:
             missing[name] = str(error)
     return found, missing

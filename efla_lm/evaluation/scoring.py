@@ -68,6 +68,7 @@ class Scorer:
         lockstep_tokens: the model is sharded over the processes, so that a forward pass is made by all of them
             together: all make equally many, of at most so many tokens (or one row), and none is cut when memory runs
             out. None: each process has the whole model and works at its own pace.
+        check: called before each batch, in lockstep equally often on all processes; what it raises ends the scoring.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Scorer:
         world: World | None = None,
         *,
         lockstep_tokens: int | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         if batch_size != "auto" and (not isinstance(batch_size, int) or batch_size < 1):
             raise UserError(f"batch_size={batch_size}: expected a positive number of rows, or auto")
@@ -88,7 +90,7 @@ class Scorer:
         self.max_length = max_length
         self.batch_size = batch_size
         self.rank, self.world_size = (world.rank, world.size) if world else (0, 1)
-        self._world = world
+        self._world, self._check = world, check
         accepted = inspect.signature(model.forward).parameters
         self._cuts_logits = "logits_to_keep" in accepted
         self._options = {"use_cache": False} if "use_cache" in accepted else {}
@@ -123,9 +125,11 @@ class Scorer:
         quiet = None if self.rank == 0 else True  # None: shown on a terminal only
         with tqdm(total=sum(map(len, mine)), desc=description, unit="row", disable=quiet, leave=False) as bar:
             for batch in mine:
+                self._check()
                 found.extend(self.in_parts(batch, self._forward, lambda row: len(row.inputs)))
                 bar.update(len(batch))
         if self.lockstep and len(mine) < -(-len(batches) // self.world_size):
+            self._check()
             self._idle_pass()
         totals = [0.0] * len(pairs)
         greedy = [True] * len(pairs)

@@ -81,6 +81,13 @@ class EvalCompareSettings:
     stock_batch_size: int = key(64, "rows per batch of the stock model (its own default is 1)")
     out: str = key("results/eval_compare.json", "result file", path=PATH)
 
+    def validate(self) -> None:
+        """Raise UserError for values that nothing can be compared with. Called once by `entry`."""
+        for name in ("limit", "stock_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value}: expected at least 1")
+
 
 @dataclass
 class EvalSpeedSettings:
@@ -128,6 +135,12 @@ class GenerateSettings:
     def validate(self) -> None:
         """Raise UserError for values that no generation can mean. Called once by `entry`, before a model is loaded."""
         _check_seed(self.seed)
+        if self.temperature == 0 and (self.top_k is not None or 0 < self.top_p < 1):
+            given = f"top_p={self.top_p}" if self.top_k is None else f"top_k={self.top_k}"
+            raise UserError(
+                f"{given} says what is sampled from, but temperature=0 takes the most probable token each time: set "
+                "temperature, e.g. 0.8, or leave it out"
+            )
         if any("\ud800" <= character <= "\udfff" for character in self.prompt):
             raise UserError("prompt: expected text, got bytes that are not UTF-8; set the terminal's encoding to UTF-8")
 

@@ -14,7 +14,7 @@ from efla_lm.errors import UserError
 from efla_lm.evaluation.harness import HarnessLM
 from efla_lm.evaluation.runner import load_tasks, run_any, run_tasks
 from efla_lm.evaluation.scoring import Scorer
-from efla_lm.evaluation.tasks import TaskSet
+from efla_lm.evaluation.tasks import TaskSet, describe_missing
 from efla_lm.evaluation.tokens import TokenPolicy
 
 Run = Callable[[TaskSet, int | None], dict[str, Any]]
@@ -37,9 +37,9 @@ def fla_delta_net(vocab_size: int, hidden_size: int, num_heads: int, layers: int
 
 def tasks(names: list[str], tokenizer: Any, folder: Path | None) -> list[TaskSet]:
     """The tasks to be timed. Raises UserError if one is missing."""
-    found, missing = load_tasks(names, tokenizer, folder)
+    found, missing = load_tasks(names, tokenizer, folder, keys=("tasks", "local_dir"))
     if missing:
-        raise UserError("; ".join(missing.values()))
+        raise UserError("; ".join(describe_missing(missing)))
     return found
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub.constants
 import lm_eval.tasks
 from lm_eval.tasks import TaskManager
 
@@ -42,8 +44,19 @@ class MissingTask(UserError):
     """A task whose documents cannot be had; the other tasks may still be evaluated."""
 
 
-def manager_for(names: list[str]) -> TaskManager:
-    """The quick index if it knows all names, else the full one.
+def describe_missing(missing: Mapping[str, str]) -> list[str]:
+    """The reasons of `load_tasks`, one line each; tasks that are missing for the same reason share a line."""
+    names: dict[str, list[str]] = {}
+    for name, text in missing.items():
+        names.setdefault(text.removeprefix(f"task {name}: "), []).append(name)
+    return [
+        text if text == missing[who[0]] else f"task{'s' * (len(who) > 1)} {', '.join(who)}: {text}"
+        for text, who in names.items()
+    ]
+
+
+def manager_for(names: list[str], key: str = "tasks.names") -> TaskManager:
+    """The quick index if it knows all names, which `key` lists, else the full one.
 
     Raises:
         UserError: lm-eval knows no such task, group or tag; the nearest name is given.
@@ -57,12 +70,12 @@ def manager_for(names: list[str]) -> TaskManager:
         if name not in full.task_index:
             near = get_close_matches(name, full.all_tasks, n=1)
             hint = f"; the nearest name is {near[0]}" if near else ""
-            raise UserError(f"tasks.names: lm-eval {lm_eval.__version__} has no task {name}{hint}")
+            raise UserError(f"{key}: lm-eval {lm_eval.__version__} has no task {name}{hint}")
     return full
 
 
-def load_from_hub(manager: TaskManager, name: str) -> TaskSet:
-    """A task, group or tag with its data sets from the hub or its cache.
+def load_from_hub(manager: TaskManager, name: str, key: str = "tasks.local_dir") -> TaskSet:
+    """A task, group or tag with its data sets from the hub or its cache. key: what names a folder of local copies.
 
     Raises:
         MissingTask: a data set cannot be read.
@@ -70,24 +83,28 @@ def load_from_hub(manager: TaskManager, name: str) -> TaskSet:
     try:
         loaded = manager.load([name])
     except Exception as error:  # the hub's clients raise errors of many unrelated kinds
+        hint = f"without a network give a folder of local copies: {key}=FOLDER (conf/tasks/paper.yaml names the files)"
+        if huggingface_hub.constants.HF_HUB_OFFLINE and isinstance(error, OSError):
+            raise MissingTask(
+                f"task {name}: the hub is out of reach and its data are not in the local cache; {hint}"
+            ) from error
         path = (manager.task_index[name].cfg or {}).get("dataset_path", "a data set")
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise MissingTask(
-            f"task {name}: cannot read {path} from the hub ({type(error).__name__}: {first_line}); "
-            f"without a network give a folder of local copies: tasks.local_dir=FOLDER"
+            f"task {name}: cannot read {path} from the hub ({type(error).__name__}: {first_line}); {hint}"
         ) from error
     return TaskSet(dict(loaded["tasks"]), dict(loaded.get("groups", {})))
 
 
-def load_local(manager: TaskManager, name: str, folder: Path) -> TaskSet:
-    """A task, or every leaf task of a group or tag, with its documents from files in `folder`.
+def load_local(manager: TaskManager, name: str, folder: Path, key: str = "tasks.local_dir") -> TaskSet:
+    """A task, or every leaf task of a group or tag, with its documents from files in `folder`, which `key` names.
 
     Raises:
         MissingTask: there is no file for the task, or it does not fit.
     """
     found = TaskSet({})
     for leaf in leaf_names(manager, name):
-        task, source = _load_local_task(manager, leaf, folder)
+        task, source = _load_local_task(manager, leaf, folder, key)
         found.tasks[leaf] = task
         found.sources[leaf] = source
     return found
@@ -105,7 +122,7 @@ def leaf_names(manager: TaskManager, name: str) -> list[str]:
     return list(dict.fromkeys(leaf for member in members for leaf in leaf_names(manager, member)))
 
 
-def _load_local_task(manager: TaskManager, name: str, folder: Path) -> tuple[Any, dict[str, Any]]:
+def _load_local_task(manager: TaskManager, name: str, folder: Path, key: str) -> tuple[Any, dict[str, Any]]:
     config = manager.task_index[name].cfg or {}
     if "class" in config:
         raise MissingTask(f"task {name}: it is a Python class with its own data loading; local copies do not apply")
@@ -113,7 +130,7 @@ def _load_local_task(manager: TaskManager, name: str, folder: Path) -> tuple[Any
     split = config.get(split_key)
     if not split:
         raise MissingTask(f"task {name}: its configuration names neither a test nor a validation split")
-    path = find_file(folder, name, split)
+    path = find_file(folder, name, split, key)
     rows, digest = read_rows(path)
     documents = datasets.Dataset.from_list(rows)
 
@@ -130,7 +147,7 @@ def _load_local_task(manager: TaskManager, name: str, folder: Path) -> tuple[Any
     return task, {"path": str(path), "sha256": digest, "documents": len(rows)}
 
 
-def find_file(folder: Path, task: str, split: str) -> Path:
+def find_file(folder: Path, task: str, split: str, key: str = "tasks.local_dir") -> Path:
     """The local copy of a task's split: `TASK_SPLIT` if it is there, else the only `TASK*_SPLIT`.
 
     Raises:
@@ -138,7 +155,7 @@ def find_file(folder: Path, task: str, split: str) -> Path:
     """
     pattern = f"{task}*_{split}.jsonl[.gz]"
     if not folder.is_dir():
-        raise MissingTask(f"task {task}: the folder {folder} does not exist (tasks.local_dir)")
+        raise MissingTask(f"task {task}: the folder {folder} does not exist ({key})")
     suffixes = (".jsonl", ".jsonl.gz")
     exact = [folder / f"{task}_{split}{suffix}" for suffix in suffixes]
     candidates = [path for path in exact if path.is_file()] or sorted(

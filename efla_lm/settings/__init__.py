@@ -15,6 +15,7 @@ from efla_lm.settings.compose import compose, load_settings, to_dict, to_yaml
 from efla_lm.settings.entrypoint import EntryPoint, entry
 from efla_lm.settings.fields import MISSING, PATH, PATH_OR_HUB, PathRule, key, list_keys
 from efla_lm.settings.overrides import UsageError
+from efla_lm.settings.places import check_output
 from efla_lm.settings.schema import (
     DataSettings,
     ExportSettings,
@@ -49,6 +50,7 @@ __all__ = [
     "SizeSettings",
     "TrainSettings",
     "UsageError",
+    "check_output",
     "compose",
     "entry",
     "key",

@@ -27,7 +27,15 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from efla_lm.errors import UserError
-from efla_lm.settings.compose import CONFIG_DIR, compose_config, make_paths_absolute, to_settings, to_yaml, validate
+from efla_lm.settings.compose import (
+    CONFIG_DIR,
+    compose_config,
+    get,
+    make_paths_absolute,
+    to_settings,
+    to_yaml,
+    validate,
+)
 from efla_lm.settings.fields import list_keys
 from efla_lm.settings.overrides import UsageError, list_groups
 
@@ -38,6 +46,15 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 BAD_PLACE = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
 )  # fmt: skip
+
+
+_MENDS = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "choose a place that you may use, or change its rights"),
+    errno.EROFS: "choose a place that can be written",
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in the way: choose another place, or move it"),
+    errno.EISDIR: "expected a file, a folder is there: choose another name",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
 
 
 class EntryPoint(Generic[Settings]):
@@ -95,12 +112,12 @@ class EntryPoint(Generic[Settings]):
             validate(settings)
             return self.work(settings) or 0
         except (UserError, efla_data.errors.DataError, UsageError, FileNotFoundError) as error:
-            _report(error, every_rank=True)
+            _report(error, every_rank=True, settings=settings)
             return 1
         except OSError as error:
             if error.errno not in DISK_FULL and (error.errno not in BAD_PLACE or error.filename is None):
                 raise
-            _report(error, every_rank=True)
+            _report(error, every_rank=True, settings=settings)
             return 1
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
@@ -166,16 +183,39 @@ def program_name() -> str:
     return Path(sys.argv[0]).name
 
 
-def _report(error: BaseException, every_rank: bool) -> None:
-    """Print `error: ...` on one line. What all ranks see alike is said by rank 0 alone."""
+def keys_of(place: str, settings: Any) -> str:
+    """The keys that lead to a file or folder, as `KEY=VALUE`: the nearest above it, else all below it; or nothing."""
+    above, below = [], []
+    for name, info in list_keys(type(settings)).items():
+        value = get(settings, name) if info.path is not None else None
+        for path in value if isinstance(value, list) else [value]:
+            if path is not None and os.path.isabs(path):
+                if Path(place).is_relative_to(path) or place.startswith(f"{path}."):  # or a temporary name beside it
+                    above.append((len(path), f"{name}={path}"))
+                elif Path(path).is_relative_to(place):
+                    below.append(f"{name}={path}")
+    return max(above)[1] if above else " or ".join(below)
+
+
+def _report(error: BaseException, every_rank: bool, settings: Any = None) -> None:
+    """Print `error: ...` on one line, with the key that leads to a bad place.
+
+    What all ranks see alike is said by rank 0 alone.
+    """
     rank = os.environ.get("RANK", "0")
+    place = str(error.filename) if isinstance(error, OSError) and error.filename is not None else ""
+    keys = keys_of(place, settings) if place and settings is not None else ""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
-        where = f" while writing {error.filename}" if error.filename else ""
-        message = f"no space left on the disk{where}; free some and start again (resume=auto continues)"
-    elif isinstance(error, FileNotFoundError) and error.filename is not None:
-        message = f"{error.filename}: no such file or folder"
-    elif isinstance(error, OSError) and error.filename is not None:
-        message = f"{error.filename}: {(error.strerror or 'cannot be used').lower()}; choose another place, or free it"
+        where, other = (f" while writing {place}" if place else "", f", or change {keys}" if keys else "")
+        message = f"no space left on the disk{where}; free some{other} and start again (resume=auto continues)"
+    elif isinstance(error, OSError) and place:
+        what = "no such file or folder" if error.errno == errno.ENOENT else error.strerror or "cannot be used"
+        hint = (
+            ""
+            if error.errno == errno.ENOENT
+            else f"; {_MENDS.get(error.errno or 0, 'choose another place, or free it')}"
+        )
+        message = f"{place}: {what.lower()}" + (f" ({keys})" if keys else "") + hint
     else:
         message = " ".join(str(error).split())
     if rank == "0":

@@ -25,7 +25,7 @@ class PlanSettings(TrainSettings):
     def validate(self) -> None:
         """Check values against each other; raises UserError. Called once by `compose` and `entry`."""
         super().validate()
-        check_machine(self.gpus, self.mfu, self.efficiency, self.margin)
+        check_machine(self.gpus, self.mfu, self.efficiency, self.margin, self.price)
 
 
 @dataclass
@@ -50,14 +50,14 @@ class ReproduceSettings:
 
     def validate(self) -> None:
         """Check values against each other; raises UserError. Called once by `compose` and `entry`."""
-        check_machine(self.gpus, self.mfu, self.efficiency, 0.0)
+        check_machine(self.gpus, self.mfu, self.efficiency, 0.0, self.price)
         if self.models == []:
             raise UserError("models=[]: expected at least one of conf/model, or null")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"seeds={self.seeds}: expected at least one seed, each once")
 
 
-def check_machine(gpus: int, mfu: float | None, efficiency: float, margin: float) -> None:
+def check_machine(gpus: int, mfu: float | None, efficiency: float, margin: float, price: float | None) -> None:
     """Ranges of what describes the machine. Raises UserError."""
     if gpus < 1:
         raise UserError(f"gpus={gpus}: expected 1 or more")
@@ -66,3 +66,5 @@ def check_machine(gpus: int, mfu: float | None, efficiency: float, margin: float
             raise UserError(f"{name}={value}: expected above 0 and at most 1")
     if not 0 <= margin < 1:
         raise UserError(f"margin={margin}: expected from 0 to below 1")
+    if price is not None and price < 0:
+        raise UserError(f"price={price}: expected 0 or more, or null")

@@ -148,7 +148,7 @@ class LoopSettings:
     validate_batches: int | None = key(None, "global batches per validation; null: all held-out windows")
     save_every: int | None = key(100, "updates between checkpoints; null: only at the end")
     keep_checkpoints: int | None = key(2, "newest checkpoints kept; null: all")
-    stop_at: int | None = key(None, "save and leave after this update, as on SIGTERM; the schedule is unchanged")
+    stop_at: int | None = key(None, "save and leave after this update; the schedule is unchanged")
     max_skipped_steps: int = key(10, "non-finite updates in a row before the run gives up")
     device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
     log_batches: bool = key(False, "record the window ids of every update in batches.jsonl")
@@ -188,7 +188,9 @@ class ParallelSettings:
     replicate: int | None = key(None, "groups that hold a full copy (hsdp); null: what data.shard leaves")
     shard: int | None = key(None, "devices that share one copy (hsdp); null: the devices of one node")
     overlap: bool = key(
-        True, "ddp without FSDP: sum gradients over ranks in the backward pass, block by block; false: all after it"
+        True,
+        "ddp without FSDP: sum gradients over ranks in the backward pass, block by block; false: all after it; "
+        "elsewhere false is an error",
     )
     world_size: int | None = key(None, "processes expected; another number is an error. null: as launched")
 

@@ -86,13 +86,28 @@ def build_model(settings: TrainSettings, config: EflaConfig, world: World, mesh:
         shard_model(model, list(model.model.layers), mesh, settings.train.precision)
     model.to_empty(device=world.device)
     initialise(model, settings.seed)
-    if whole and settings.parallel.overlap and world.size > 1:
+    if sums_in_backward(settings, world):
         sum_in_backward(model, list(model.model.layers))
     return model.train()
 
 
+def sums_in_backward(settings: TrainSettings, world: World) -> bool:
+    """Whether ranks sum their gradients in the backward pass, by `efla_lm.training.overlap`. Raises UserError where
+    parallel.overlap=false has nothing to act on."""
+    possible = world.size > 1 and holds_whole(settings.parallel.mode, world, settings.train.cuda_graphs)
+    if not settings.parallel.overlap and not possible:
+        how = "one process runs" if world.size == 1 else "FSDP sums the gradients here, in its own way"
+        raise UserError(
+            f"parallel.overlap=false belongs to parallel=ddp with several processes on one machine and "
+            f"train.cuda_graphs not off, but {how}: leave parallel.overlap out"
+        )
+    return possible and settings.parallel.overlap
+
+
 def build_passes(settings: TrainSettings, world: World) -> Passes:
-    """How forward and backward are run (train.cuda_graphs). Raises UserError where graphs cannot be recorded."""
+    """How forward and backward are run (train.cuda_graphs). Raises UserError where graphs cannot be recorded, and where
+    parallel.overlap=false has nothing to act on."""
+    sums_in_backward(settings, world)
     wanted = settings.train.cuda_graphs
     possible = world.device.type == "cuda" and holds_whole(settings.parallel.mode, world, wanted)
     if wanted == "on" and not possible:

@@ -96,18 +96,18 @@ class World:
         return cast(T, value)
 
 
-def start(device: str = "auto", world_size: int | None = None) -> World:
+def start(device: str = "auto", world_size: int | None = None, key: str = "train.device") -> World:
     """Join the processes that the launcher started and take this process's device.
 
-    device: auto (CUDA where there is one), cpu or cuda. world_size: what the user expects (`parallel.world_size`), or
-    None. Raises UserError where the launcher asked for several processes and this one stands alone, where the world
-    is not of the expected size, or where a GPU is missing.
+    device: auto (CUDA where there is one), cpu or cuda; key: what sets it. world_size: what the user expects
+    (`parallel.world_size`), or None. Raises UserError where the launcher asked for several processes and this one
+    stands alone, where the world is not of the expected size, or where a GPU is missing.
     """
-    kind = _device_kind(device)
+    kind = _device_kind(device, key)
     if kind == "cuda" and (local_size := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > torch.cuda.device_count():
         raise UserError(
             f"{local_size} processes were started on this machine but it has {torch.cuda.device_count()} GPU(s): "
-            "start one process per GPU, or set train.device=cpu"
+            f"start one process per GPU, or set {key}=cpu"
         )
     # rank 0 writes exports and prepares folders while others wait: the default of 10 minutes (NCCL) is short for that
     state = PartialState(cpu=kind == "cpu", timeout=timedelta(minutes=60))
@@ -143,11 +143,11 @@ _HOW_TO_LAUNCH = (
 )
 
 
-def _device_kind(device: str) -> str:
+def _device_kind(device: str, key: str) -> str:
     if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"train.device: expected auto, cpu or cuda, got {device!r}")
+        raise UserError(f"{key}: expected auto, cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device=cuda but torch sees no CUDA device: use train.device=auto or cpu")
+        raise UserError(f"{key}=cuda but torch sees no CUDA device: use {key}=auto or cpu")
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 

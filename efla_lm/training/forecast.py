@@ -120,8 +120,11 @@ def shards_of(settings: TrainSettings, gpus: int) -> int:
         raise UserError(f"parallel.mode=single with gpus={gpus}: use parallel=fsdp or ddp")
     if parallel.mode == "hsdp":
         shards = parallel.shard or (gpus // parallel.replicate if parallel.replicate else min(gpus, GPUS_PER_NODE))
-        if gpus % shards:
-            raise UserError(f"parallel.shard={shards} does not divide gpus={gpus}")
+        replicas = parallel.replicate or gpus // max(shards, 1)
+        if replicas * shards != gpus:
+            raise UserError(
+                f"parallel=hsdp: replicate={replicas} x shard={shards} = {replicas * shards}, but gpus={gpus}"
+            )
         return shards
     return gpus if parallel.mode in ("auto", "fsdp") else 1
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from efla_lm.errors import UserError
 from efla_lm.settings import LoggerSettings
-from efla_lm.training.run_dir import RunDirectory, write_atomically
+from efla_lm.training.run_dir import RunDirectory, naming, write_atomically
 
 
 class MetricsWriter:
@@ -31,6 +31,7 @@ class MetricsWriter:
         self._trackers: list[_Tensorboard | _Wandb] = []
         if not run.main:
             return
+        self._path = run.metrics
         truncate_rows(run.metrics, resumed_step)
         self._file = os.open(run.metrics, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         if logger.tensorboard:
@@ -46,9 +47,10 @@ class MetricsWriter:
             return
         clean = {name: _finite(value) for name, value in row.items()}
         line = (json.dumps(clean, allow_nan=False) + "\n").encode()
-        written = os.write(self._file, line)
-        while written < len(line):  # a nearly full disk takes part of a line; the next write says why
-            written += os.write(self._file, line[written:])
+        with naming(self._path):
+            written = os.write(self._file, line)
+            while written < len(line):  # a nearly full disk takes part of a line; the next write says why
+                written += os.write(self._file, line[written:])
         for tracker in self._trackers:
             tracker.write(clean)
 

@@ -146,18 +146,30 @@ def _record(path: Path, settings: TrainSettings, world_size: int) -> None:
         "python": platform.python_version(),
         "versions": {name: installed_version(name) for name in ("efla-lm", "torch", "transformers", "triton")},
     }
-    with open(path / "launches.jsonl", "a", encoding="utf-8") as file:
+    launches = path / "launches.jsonl"
+    with naming(launches), open(launches, "a", encoding="utf-8") as file:
         file.write(json.dumps(launch) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file so that a reader sees the old text or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with naming(path), open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of writing into an open file say which one: the system's name none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 class DirectoryLock:

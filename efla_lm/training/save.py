@@ -141,7 +141,8 @@ def _says_no_space(error: BaseException) -> bool:
 def _disk_full(final: Path, needed: int, free: int) -> UserError:
     return UserError(
         f"no space left for {final}, which needs {needed / 2**20:,.1f} MiB (the disk shows {free / 2**20:,.1f} MiB "
-        "free); earlier checkpoints are untouched: make room, or lower train.keep_checkpoints, and continue the run"
+        "free); earlier checkpoints are untouched: make room there, lower train.keep_checkpoints, or move the run and "
+        "set runs_dir to where it lies then; the same command goes on"
     )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from efla_lm.evaluation import checkpoints, hub
-from scripts import generate
+from efla_lm.evaluation import checkpoints, hub, runner
+from scripts import eval_compare, generate
 from tests.evaluation.material import (
     CONTEXT,
     PAPER,
@@ -100,10 +100,15 @@ def test_a_missing_file_is_named_and_the_other_tasks_are_reported(
     assert "missing" in shown.out
 
 
-def test_nothing_there_at_all_still_ends_with_a_file_and_exit_code_1(evaluate: Any, tmp_path: Path) -> None:
+def test_nothing_there_at_all_still_ends_with_a_file_and_exit_code_1(
+    evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     export = save_export(tmp_path / "export")
     assert evaluate([f"checkpoint={export}", f"tasks.local_dir={tmp_path}/none", f"out={tmp_path}/out"]) == 1
     assert list(read_result(tmp_path / "out")["missing"]) == PAPER
+    names = ", ".join(PAPER)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert said == [f"error: tasks {names}: the folder {tmp_path}/none does not exist (tasks.local_dir)"]
 
 
 def test_without_a_network_hub_tasks_are_named_quickly(
@@ -120,12 +125,14 @@ def test_without_a_network_hub_tasks_are_named_quickly(
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")
     monkeypatch.setattr(hub, "_answers", lambda url: False)
     run = write_run(tmp_path / "run", texts=TEXTS)
-    arguments = [f"checkpoint={run}", "tasks=custom", "tasks.names=[piqa,heldout]"]
+    arguments = [f"checkpoint={run}", "tasks=custom", "tasks.names=[piqa,sciq,heldout]"]
     assert evaluate(arguments) == 1
     result = read_result(run / "results")
     assert list(result["results"]) == ["heldout"]
     assert "tasks.local_dir=FOLDER" in result["missing"]["piqa"]
-    assert "does not answer; using local caches only" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "does not answer; using local caches only" in said
+    assert said.count("error:") == 1 and "error: tasks piqa, sciq: the hub is out of reach" in said
 
 
 def test_held_out_text_needs_the_run_directory_alone(evaluate: Any, tmp_path: Path) -> None:
@@ -263,6 +270,37 @@ def test_generation_continues_the_prompt_and_repeats_with_its_seed(
     ids = tokenizer("the river", return_tensors="pt")["input_ids"]
     out = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=1)
     assert greedy == tokenizer.decode(out[0], skip_special_tokens=True) + "\n"
+
+
+def test_generation_refuses_what_greedy_choice_does_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given in ("top_k=5", "top_p=0.9"):
+        assert generate.main.run([f"checkpoint={tmp_path}", "prompt=a", given]) == 1
+        assert f"error: {given} says what is sampled from, but temperature=0" in capsys.readouterr().err
+        assert generate.main.run([f"checkpoint={tmp_path}", "prompt=a", given, "temperature=1"]) == 1
+        assert "expected a run" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_named_before_the_work(
+    evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, file = write_run(tmp_path / "run", texts=TEXTS), tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(runner, "run_tasks", lambda *args, **kwargs: pytest.fail("the tasks were run"))
+    assert evaluate([f"checkpoint={run}", "tasks=heldout", f"out={file}"]) == 1
+    assert f"error: {file}: file exists (out={file}); a file is in the way" in capsys.readouterr().err
+    assert eval_compare.main.run([f"checkpoint={run}", f"out={tmp_path}"]) == 1
+    assert f"error: {tmp_path}: is a directory (out={tmp_path}); expected a file" in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_folder_was_taken_for_the_hubs(
+    evaluate: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert evaluate(["checkpoint=models/mistyped", "tasks=heldout"]) == 1
+    said = capsys.readouterr().err
+    assert "models/mistyped" in said and "no folder of that name is here" in said
 
 
 @pytest.mark.parametrize(

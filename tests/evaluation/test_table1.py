@@ -160,12 +160,14 @@ def test_a_few_documents_are_marked(tmp_path: Path) -> None:
     assert "first 10 documents" in text
 
 
-def test_a_run_without_results_is_a_row_of_missing_cells(tmp_path: Path) -> None:
+def test_a_run_without_results_is_a_row_of_missing_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("seed: 7\nsize: {name: 1b3}\nmodel: {mixer: deltanet}\n")
     cells = table(tmp_path / "out", tmp_path / "run")
     assert {row["value"] for row in cells.values()} == {""}
     assert cells["1b3", "deltanet", "avg"]["paper"] != ""
+    run = tmp_path / "run"
+    assert f"warning: no result in {run}: python eval.py checkpoint={run} tasks=paper" in capsys.readouterr().err
 
 
 def test_results_of_the_stock_harness_are_read_too(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
+from efla_data.loader import SequentialLoader
 from torch.distributed.checkpoint import FileSystemWriter
 
 import train
@@ -39,6 +40,17 @@ def signalled_at(call: int):  # type: ignore[no-untyped-def]
     return update
 
 
+def signalled_at_batch(call: int):  # type: ignore[no-untyped-def]
+    count, plain = itertools.count(), SequentialLoader.batch
+
+    def batch(self: SequentialLoader, index: int):  # type: ignore[no-untyped-def]
+        if next(count) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, index)
+
+    return batch
+
+
 def no_space(*args: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -51,6 +63,8 @@ def launch(arguments: list[str], trouble: list | None) -> int | None:
             patches.append(mock.patch.object(train, "update", not_finite_at(*call)))
         elif kind == "signal":
             patches.append(mock.patch.object(train, "update", signalled_at(call)))
+        elif kind == "signal in validation":
+            patches.append(mock.patch.object(SequentialLoader, "batch", signalled_at_batch(call)))
         elif kind == "disk":
             patches.append(mock.patch.object(FileSystemWriter, "write_data", no_space))
     for patch in patches:

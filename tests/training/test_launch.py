@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -15,6 +16,7 @@ from efla_lm.errors import UserError
 from efla_lm.training import distributed
 from efla_lm.training.build import GPU_BACKENDS
 from efla_lm.training.distributed import World, build_mesh, start
+from efla_lm.training.run_dir import DirectoryLock
 from tests.training.launch import arguments, run_command, run_here
 
 Captured = pytest.CaptureFixture[str]
@@ -117,6 +119,8 @@ def test_cuda_asked_for_where_there_is_none(corpus: Path, tmp_path: Path, capsys
         (["model=mamba2", "model.backend=fla", "train.device=cpu"], "model.backend=fla needs a GPU"),
         (["model=transformer", "model.backend=reference"], "torch's SDPA only"),
         (["train.device=cpu", "train.cuda_graphs=on"], "train.cuda_graphs=on needs CUDA devices"),
+        (["parallel.overlap=false"], "parallel.overlap=false belongs to parallel=ddp with several processes"),
+        (["parallel.overlap=false", "parallel=ddp"], "one process runs: leave parallel.overlap out"),
         (["model=transformer", "model.head_dim=15"], "model: rotary embedding needs an even head_dim"),
         (["model=efla", "train.device=cpu", "resume=nowhere"], "no checkpoint here"),
     ],
@@ -132,12 +136,53 @@ def test_input_that_cannot_be_meant(
 
 def test_places_that_cannot_be_written(corpus: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "file").write_text("")
-    for runs in (tmp_path / "file", tmp_path / "file" / "below"):
+    for runs, why in ((tmp_path / "file", "file exists"), (tmp_path / "file" / "below", "not a directory")):
         assert run_here(corpus, runs, "train.steps=2") == 1
-        assert f"{tmp_path / 'file'}" in error_of(capsys)
+        said = f"{runs}: {why} (runs_dir={runs}); a file is in the way: choose another place, or move it"
+        assert said in error_of(capsys)
     assert run_here(corpus, tmp_path, "train.steps=2", "name=" + "x" * 300) == 1
-    assert "file name too long" in error_of(capsys)
+    said = error_of(capsys)
+    assert f"file name too long (runs_dir={tmp_path}); choose a shorter name" in said
     assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EACCES, "permission denied (runs_dir={0}); choose a place that you may use, or change its rights"),
+        (errno.EROFS, "read-only file system (runs_dir={0}); choose a place that can be written"),
+    ],
+)
+def test_runs_dir_that_may_not_be_written(
+    corpus: Path, tmp_path: Path, number: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    runs, plain = tmp_path / "a" / "runs", os.mkdir
+
+    def refused(path: str, *args: object, **kwargs: object) -> None:
+        if Path(path) == tmp_path / "a":
+            raise OSError(number, os.strerror(number), str(path))
+        plain(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "mkdir", refused)
+    assert run_here(corpus, runs, "train.steps=2") == 1
+    assert f"{tmp_path}/a: {said.format(runs)}" in error_of(capsys)
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "config.yaml"])
+def test_full_disk_names_the_file_and_runs_dir(
+    corpus: Path, tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """What writes into an open file gets an error of the system that names none."""
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write" if file == "metrics.jsonl" else "fsync", full)
+    if file == "config.yaml":
+        monkeypatch.setattr(DirectoryLock, "_acquire", lambda self: None)
+    assert run_here(corpus, tmp_path, "train.steps=2", "name=run") == 1
+    said = f"no space left on the disk while writing {tmp_path}/run/{file}; free some, or change runs_dir={tmp_path}"
+    assert said in error_of(capsys)
 
 
 def test_token_files_without_their_tokenizer(corpus: Path, tmp_path: Path, capsys: Captured) -> None:

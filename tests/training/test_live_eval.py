@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,30 @@ def test_a_run_is_bit_for_bit_the_same_with_and_without(
             assert value == pytest.approx(expected[task][f"{metric},none"], rel=1e-4), key
 
 
+def test_a_signal_in_an_evaluation_saves_and_leaves_it(
+    corpus: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The validation before it is kept, the evaluation is made by the next launch, and nothing else differs."""
+    common = ["train.steps=3", "train.micro_tokens=16", "train.validate_every=2", *live(tasks)]
+    assert run_here(corpus, tmp_path, "name=straight", *common) == 0
+    plain, calls = Scorer._forward, []
+
+    def signalled(self, rows):  # type: ignore[no-untyped-def]
+        calls.append(len(rows))
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, rows)
+
+    monkeypatch.setattr(Scorer, "_forward", signalled)
+    assert run_here(corpus, tmp_path, "name=run", *common) == 0
+    assert len(calls) == 2
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["step-2"]
+    assert [row["step"] for row in steady_rows(tmp_path, "run")] == [1, 2, 2]
+    assert run_here(corpus, tmp_path, "name=run", *common) == 0
+    assert steady_rows(tmp_path, "run") == steady_rows(tmp_path, "straight")
+    assert_same_weights(weights(tmp_path, "run", 3), weights(tmp_path, "straight", 3))
+
+
 def test_a_task_that_cannot_be_had_is_named_before_training(
     corpus: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +112,10 @@ def test_a_task_that_cannot_be_had_is_named_before_training(
     assert run_here(corpus, tmp_path, *options) == 1
     assert f"error: eval.tasks: task piqa: no file {tmp_path}/piqa*_validation.jsonl[.gz]" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+    options = ["train.steps=2", "eval.every=1", "eval.tasks=[piqa,sciq]", f"eval.local_dir={tmp_path}/none"]
+    assert run_here(corpus, tmp_path, *options) == 1
+    said = f"error: eval.tasks: tasks piqa, sciq: the folder {tmp_path}/none does not exist (eval.local_dir)\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 @pytest.mark.parametrize("half", ["eval.every=2", "eval.tasks=[sciq]"])

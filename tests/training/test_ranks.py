@@ -100,10 +100,18 @@ def two(corpus: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "nan ddp": (("name=nan-ddp", "train.steps=6", "train.save_every=1", DDP), ["nan", 1, [3]]),
         "nans": (("name=nans", "train.steps=9", "train.max_skipped_steps=2"), ["nan", 1, [2, 3, 4]]),
         "signal": (("name=signal", "train.steps=30"), ["signal", 1, 4]),
+        **{
+            f"left {mode}": (
+                (f"name=left-{mode}", "train.steps=8", "train.validate_every=2", f"parallel={mode}"),
+                ["signal in validation", 1, call],
+            )
+            for mode, call in (("fsdp", 1), ("ddp", 7))  # a validation is four batches on each rank
+        },
         "before full": (("name=full", "train.steps=9", "train.stop_at=2"), None),
         "full": (("name=full", "train.steps=9", "train.save_every=2"), ["disk", 1, None]),
         "refused": (("name=full", "train.steps=9", "seed=7"), None),
         "wrong size": (("name=wrong", "train.steps=9", "parallel.world_size=3"), None),
+        "no overlap": (("name=wrong", "train.steps=9", FSDP, "parallel.overlap=false"), None),
         "wrong mesh": (("name=wrong", "train.steps=9", "parallel=hsdp", "parallel.replicate=3"), None),
         **{f"unnamed {n}": (("train.steps=1",), None) for n in range(3)},
     }
@@ -267,6 +275,17 @@ def test_signal_on_one_rank(two: Two) -> None:
     assert os.listdir(runs / "signal" / "checkpoints") == ["step-6"]
 
 
+def test_signal_on_one_rank_in_a_validation(two: Two) -> None:
+    """All ranks leave it after the same forward pass, or at its end (the signal came in its last pass), and save."""
+    runs, codes = two
+    assert codes["left fsdp"] == codes["left ddp"] == [0, 0]
+    assert os.listdir(runs / "left-fsdp" / "checkpoints") == ["step-2"]
+    assert metrics(runs, "left-fsdp", "val_loss") == []
+    # too late for the last check of that validation: the next update carries the wish
+    assert os.listdir(runs / "left-ddp" / "checkpoints") == ["step-5"]
+    assert len(metrics(runs, "left-ddp", "val_loss")) == 2
+
+
 def test_full_disk_on_one_rank(two: Two) -> None:
     runs, codes = two
     assert codes["full"] == [1, 1]
@@ -284,6 +303,7 @@ def test_refusals(two: Two) -> None:
     assert "saved with seed=42, this run has seed=7" in printed
     assert "parallel.world_size=3 but 2 process(es) run" in printed
     assert "replicate=3" in printed
+    assert codes["no overlap"] == [1, 1] and "but FSDP sums the gradients here" in printed
     assert not (runs / "wrong").exists()
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from efla_data.loader import SequentialLoader
 from transformers import Mamba2ForCausalLM
 
 import train
@@ -130,6 +133,86 @@ def test_signal_saves_and_leaves(
     assert run_here(corpus, tmp_path, "name=run", *LENGTH) == 0
     assert_same_weights(weights(tmp_path, "run", STEPS), weights(straight, "run", STEPS))
     assert consumed(tmp_path, "run") == consumed(straight, "run")
+
+
+def at_batch(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> list[int]:
+    """Act when the validation batch `number` of the whole run is read; returns the indices of those read."""
+    plain, count, read = SequentialLoader.batch, itertools.count(), []
+
+    def batch(self: SequentialLoader, index: int):  # type: ignore[no-untyped-def]
+        if next(count) == number:
+            act()
+        read.append(index)
+        return plain(self, index)
+
+    monkeypatch.setattr(SequentialLoader, "batch", batch)
+    return read
+
+
+@pytest.mark.parametrize("validation", [2, 4], ids=["of update 20", "the last"])
+def test_signal_in_a_validation_saves_and_leaves_it(
+    corpus: Path, straight: Path, tmp_path: Path, validation: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        read = at_batch(patch, -1, lambda: None)
+        assert run_here(corpus, tmp_path, "name=whole", *LENGTH, "train.stop_at=10") == 0
+    batches = len(read)
+    assert batches > 4
+    with pytest.MonkeyPatch.context() as patch:
+        second = (validation - 1) * batches + 1
+        read = at_batch(patch, second, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert run_here(corpus, tmp_path, "name=run", *LENGTH) == 0
+    assert len(read) == second + 1, "no batch is read after the one that ran"
+    step, folder = 10 * validation, tmp_path / "run"
+    assert f"stopped on SIGTERM after update {step} of {STEPS}: {folder}/checkpoints/step-{step} is saved" in (
+        capsys.readouterr().out
+    )
+    assert os.listdir(folder / "checkpoints") == [f"step-{step}"] and not (folder / "export").exists()
+    assert len(metrics(tmp_path, "run", "val_loss")) == validation - 1
+
+    assert run_here(corpus, tmp_path, "name=run", *LENGTH) == 0  # makes up for it, and is the run that never stopped
+    assert steady_rows(tmp_path, "run") == steady_rows(straight, "run")
+    assert_same_weights(weights(tmp_path, "run", STEPS), weights(straight, "run", STEPS))
+    assert (folder / "export").is_dir()
+
+
+def test_signal_in_the_last_update_leaves_the_validation_to_the_next_launch(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train.update
+
+    def interrupted(*args, **kwargs):
+        return plain(*args, **{**kwargs, "stop": next(calls) == 11})
+
+    calls = itertools.count()
+    monkeypatch.setattr(train, "update", interrupted)
+    read = at_batch(monkeypatch, -1, lambda: None)
+    assert run_here(corpus, tmp_path, "name=run", "train.steps=12") == 0
+    assert read == [] and os.listdir(tmp_path / "run" / "checkpoints") == ["step-12"]
+    assert run_here(corpus, tmp_path, "name=run", "train.steps=12") == 0
+    assert len(metrics(tmp_path, "run", "val_loss")) == 1 and (tmp_path / "run" / "export").is_dir()
+    done = len(read)
+    assert run_here(corpus, tmp_path, "name=run", "train.steps=12") == 0
+    assert len(read) == done, "a validation that was made up for is not owed again"
+
+
+def test_a_checkpoint_is_there_before_its_validation(corpus: Path, straight: Path, tmp_path: Path) -> None:
+    """Killed while it validates, a run goes on from that update, and validates there first."""
+
+    def killed() -> None:
+        raise RuntimeError("killed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        at_batch(patch, 1, killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            run_here(corpus, tmp_path, "name=run", *LENGTH, "train.save_every=10")
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["step-10"]
+    assert run_here(corpus, tmp_path, "name=run", *LENGTH) == 0
+    assert steady_rows(tmp_path, "run") == steady_rows(straight, "run")
+    # a run of its own that begins at another one's checkpoint owes nothing
+    elsewhere = f"resume={tmp_path}/run/checkpoints/step-10"
+    assert run_here(corpus, tmp_path, "name=other", *LENGTH, "train.stop_at=11", elsewhere) == 0
+    assert metrics(tmp_path, "other", "val_loss") == []
 
 
 def test_finished_run_has_nothing_to_do(corpus: Path, tmp_path: Path) -> None:
