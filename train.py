@@ -6,6 +6,7 @@ torchrun --nproc-per-node=8 train.py model=efla size=1b3 data=slimpajama paralle
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from efla_lm.training.checkpoint import CheckpointMeta, load_checkpoint
 from efla_lm.training.distributed import World, build_mesh, finish, start
 from efla_lm.training.export import export_checkpoint
 from efla_lm.training.graphs import GraphedPasses, release
-from efla_lm.training.metrics import MetricsWriter
+from efla_lm.training.metrics import MetricsWriter, names_at
 from efla_lm.training.optim import build_optimizer, set_learning_rate
 from efla_lm.training.profile import RunProfile
 from efla_lm.training.progress import Progress, banner
@@ -65,12 +66,12 @@ class Run:
         keep, write_config = self.settings.train.keep_checkpoints or 0, self.config.save_pretrained
         return save_checkpoint(self.directory.path, self.model, self.optimizer, meta, self.world, write_config, keep)
 
-    def validate(self) -> float | None:
-        """Mean loss of the held-out text; None where none is held out."""
+    def validate(self, stop: Callable[[], bool]) -> float | None:
+        """Mean loss of the held-out text; None where none is held out, or `stop` broke it off."""
         if self.heldout_data is None:
             return None
         batches = self.settings.train.validate_batches
-        return validate(self.model, self.heldout_data, self.world, batches and batches * self.budget.windows)
+        return validate(self.model, self.heldout_data, self.world, batches and batches * self.budget.windows, stop)
 
 
 @entry("train", TrainSettings)
@@ -128,6 +129,11 @@ def fit(run: Run, interruption: Interruption) -> tuple[int, Path | None]:
         MetricsWriter(run.directory, settings.logger, resumed_step=done, config=to_dict(settings)) as metrics,
         Progress(budget.steps, start_step=done, main=run.world.is_main) as progress,
     ):
+        if done:  # a launch that was stopped or killed while it validated had saved before
+            had = run.world.on_main(lambda: names_at(run.directory.metrics, done))
+            with meter.paused():
+                if not look(run, done, metrics, progress, interruption, had):
+                    last = done
         for step in range(done, last):
             tokens = step * budget.batch_tokens
             lr = schedule.learning_rate(settings.schedule, tokens, budget.total_tokens, budget.batch_tokens)
@@ -155,18 +161,15 @@ def fit(run: Run, interruption: Interruption) -> tuple[int, Path | None]:
             with meter.paused():
                 if table := traced.after_update():
                     progress.message(table)
-                if done == budget.steps or is_due(done, train.validate_every):
-                    val_loss = run.validate()
-                    if val_loss is not None:
-                        metrics.write({"step": done, "val_loss": val_loss})
-                        progress.validated(done, val_loss)
-                if run.evaluation and (done == budget.steps or is_due(done, settings.eval.every)):
-                    scores = run.evaluation.run(run.model)
-                    metrics.write({"step": done, **scores})
-                    progress.evaluated(done, scores)
-                if leaving or is_due(done, train.save_every):
+                save = leaving or is_due(done, train.save_every)
+                if save:  # before what may take longer than a signal leaves us
                     verdicts.settle()
                     saved = run.save(done, verdicts.skipped)
+                if not look(run, done, metrics, progress, interruption):
+                    leaving = True
+                    if not save:
+                        verdicts.settle()
+                        saved = run.save(done, verdicts.skipped)
             if leaving:
                 break
         if too_short := traced.close():
@@ -176,6 +179,32 @@ def fit(run: Run, interruption: Interruption) -> tuple[int, Path | None]:
             hint = f"the same command with name={run.directory.name} goes on"
             progress.message(f"stopped{why} after update {done} of {budget.steps}: {saved} is saved; {hint}")
     return done, saved
+
+
+def look(
+    run: Run, step: int, metrics: MetricsWriter, progress: Progress, interruption: Interruption,
+    had: Collection[str] = (),
+) -> bool:  # fmt: skip
+    """Validate and evaluate where it is time to after update `step`, but not what is among the names `had`.
+
+    Returns whether to go on: False, on all ranks, where one of them was asked to stop meanwhile. What was then left out
+    is made up for when the run goes on from this step.
+    """
+
+    def stop() -> bool:
+        return interruption.requested
+
+    last = step == run.budget.steps
+    validation = (last or is_due(step, run.settings.train.validate_every)) and "val_loss" not in had
+    evaluation = (last or is_due(step, run.settings.eval.every)) and not any(n.startswith("eval/") for n in had)
+    if validation and (val_loss := run.validate(stop)) is not None:
+        metrics.write({"step": step, "val_loss": val_loss})
+        progress.validated(step, val_loss)
+    if run.evaluation and evaluation and not any(run.world.gather(stop())):
+        scores = run.evaluation.run(run.model)
+        metrics.write({"step": step, **scores})
+        progress.evaluated(step, scores)
+    return not ((validation or evaluation) and any(run.world.gather(stop())))
 
 
 def is_due(done: int, every: int | None) -> bool:

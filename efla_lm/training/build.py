@@ -22,8 +22,13 @@ from efla_lm.training import corpus
 from efla_lm.training.activations import keeping, kind_of_checkpointing
 from efla_lm.training.budget import Budget
 from efla_lm.training.checkpoint import (
-    check_identity, checkpoints_in, damage_in, fault_in, find_checkpoint, read_meta,
-)  # fmt: skip
+    check_identity,
+    checkpoints_in,
+    damage_in,
+    fault_in,
+    find_checkpoint,
+    read_meta,
+)
 from efla_lm.training.distributed import World, hold_whole, holds_whole, shard_model
 from efla_lm.training.graphs import GraphedPasses, run_eagerly
 from efla_lm.training.overlap import sum_in_backward

@@ -78,6 +78,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def names_at(path: Path, step: int) -> set[str]:
+    """The names that the rows of one step hold."""
+    return {name for row in read_rows(path) if row["step"] == step for name in row}
+
+
 def truncate_rows(path: Path, last_step: int) -> None:
     """Take the rows after `last_step`, and broken lines, out of a metrics file, by replacing it whole."""
     if not path.exists():

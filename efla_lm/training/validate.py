@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from efla_data.loader import SequentialLoader
 from torch import nn
@@ -11,10 +13,17 @@ from efla_lm.training.step import count_targets, inputs_of
 
 
 @torch.no_grad()
-def validate(model: nn.Module, loader: SequentialLoader, world: World, max_windows: int | None = None) -> float:
+def validate(
+    model: nn.Module,
+    loader: SequentialLoader,
+    world: World,
+    max_windows: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> float | None:
     """Loss per held-out target: the sums of loss and of targets over all ranks, divided once.
 
     max_windows: read about so many windows from the start (rounded up to what all ranks read at once), or all (None).
+    stop: asked before every batch; once it is true on one rank, all break off, and the result is None.
     All ranks make the same number of forward passes, as sharded weights need; the loader pads with rows without
     targets.
     """
@@ -25,6 +34,8 @@ def validate(model: nn.Module, loader: SequentialLoader, world: World, max_windo
     model.eval()
     try:
         for index in range(batches):
+            if any(world.gather(stop())):
+                return None
             batch = loader.batch(index)
             loss = model(**inputs_of(batch, world)).loss
             sums[0] += loss

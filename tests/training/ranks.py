@@ -39,6 +39,18 @@ def signalled_at(call: int):  # type: ignore[no-untyped-def]
     return update
 
 
+def validation_signalled_at(call: int):  # type: ignore[no-untyped-def]
+    count = itertools.count()
+
+    def validate(*args):  # type: ignore[no-untyped-def]
+        if next(count) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(*args)
+
+    plain = train.validate
+    return validate
+
+
 def no_space(*args: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -51,6 +63,8 @@ def launch(arguments: list[str], trouble: list | None) -> int | None:
             patches.append(mock.patch.object(train, "update", not_finite_at(*call)))
         elif kind == "signal":
             patches.append(mock.patch.object(train, "update", signalled_at(call)))
+        elif kind == "signal in validation":
+            patches.append(mock.patch.object(train, "validate", validation_signalled_at(call)))
         elif kind == "disk":
             patches.append(mock.patch.object(FileSystemWriter, "write_data", no_space))
     for patch in patches:

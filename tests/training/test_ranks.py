@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from efla_lm.training.checkpoint import fault_in, newest_checkpoint, read_tensors
+from efla_lm.training.metrics import read_rows
 from tests.training.launch import (
     MODELS,
     arguments,
@@ -100,6 +101,8 @@ def two(corpus: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "nan ddp": (("name=nan-ddp", "train.steps=6", "train.save_every=1", DDP), ["nan", 1, [3]]),
         "nans": (("name=nans", "train.steps=9", "train.max_skipped_steps=2"), ["nan", 1, [2, 3, 4]]),
         "signal": (("name=signal", "train.steps=30"), ["signal", 1, 4]),
+        "validating": (("name=validating", *LENGTH, FSDP, "train.save_every=50"), ["signal in validation", 1, 0]),
+        "validating later": (("name=validating", *LENGTH, FSDP, "train.stop_at=24"), None),
         "before full": (("name=full", "train.steps=9", "train.stop_at=2"), None),
         "full": (("name=full", "train.steps=9", "train.save_every=2"), ["disk", 1, None]),
         "refused": (("name=full", "train.steps=9", "seed=7"), None),
@@ -265,6 +268,18 @@ def test_signal_on_one_rank(two: Two) -> None:
     runs, codes = two
     assert codes["signal"] == [0, 0]
     assert os.listdir(runs / "signal" / "checkpoints") == ["step-6"]
+
+
+def test_signal_on_one_rank_in_a_validation(two: Two) -> None:
+    """All break it off, save and leave; it is made up for when the run goes on."""
+    runs, codes = two
+    assert codes["validating"] == codes["validating later"] == [0, 0]
+    assert "stopped after update 20 of 40" in (runs / "printed.txt").read_text()
+    rows = read_rows(runs / "validating" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 25))
+    assert [row["step"] for row in rows if "val_loss" in row] == [20]
+    assert metrics(runs, "validating", "val_loss") == metrics(runs, "straight", "val_loss")[:1]
+    assert_same_weights(weights(runs, "validating", 24), weights(runs, "straight", 24))
 
 
 def test_full_disk_on_one_rank(two: Two) -> None:
