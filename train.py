@@ -112,9 +112,10 @@ def main(settings: TrainSettings) -> int:
         backend, passes = build.backend_in_use(config, world.device), build.build_passes(settings, world)
         train_data, heldout_data = corpus.build_loaders(settings, budget, data, world)
         identity = build.identity(settings, config, train_data.windows)
-        resume = world.on_main(lambda: build.find_resume(settings, identity))
+        world.on_main(lambda: build.find_resume(settings, identity, locked=False))
         evaluation = build.live_evaluation(settings, tokens, budget, world)
         with open_run(settings, rank=world.rank, world_size=world.size, broadcast=world.broadcast) as directory:
+            resume = world.on_main(lambda: build.find_resume(settings, identity, locked=True))
             world.on_main(lambda: build.keep_tokenizer(tokens, directory.path))
             model = build.build_model(settings, config, world, mesh)
             optimizer = build_optimizer(model, **asdict(settings.optim))

@@ -21,7 +21,14 @@ from efla_lm.settings import TrainSettings
 from efla_lm.training import corpus
 from efla_lm.training.activations import keeping, kind_of_checkpointing
 from efla_lm.training.budget import Budget
-from efla_lm.training.checkpoint import check_identity, checkpoints_in, fault_in, find_checkpoint, read_meta
+from efla_lm.training.checkpoint import (
+    check_identity,
+    checkpoints_in,
+    damage_in,
+    fault_in,
+    find_checkpoint,
+    read_meta,
+)
 from efla_lm.training.distributed import World, hold_whole, holds_whole, shard_model
 from efla_lm.training.graphs import GraphedPasses, run_eagerly
 from efla_lm.training.overlap import sum_in_backward
@@ -149,8 +156,12 @@ def identity(settings: TrainSettings, config: EflaConfig, windows: Windows) -> d
     return model | corpus.identity(settings.data, windows) | batch
 
 
-def find_resume(settings: TrainSettings, ours: dict[str, Any]) -> Path | None:
+def find_resume(settings: TrainSettings, ours: dict[str, Any], *, locked: bool) -> Path | None:
     """The checkpoint to start from (`resume`, `name`), or None to start from nothing; it belongs to the same run.
+
+    locked: whether this launch holds the run's lock. What counts is found then, with every byte checked: another launch
+    may have saved, and left, since a look before. That one is silent and goes by sizes: it refuses what cannot be meant
+    before anything is made or written.
 
     Raises UserError if there is none where one was named, if it differs in a key of `identity`, or if the run directory
     already holds later checkpoints than it, which the next resume=auto would take instead.
@@ -158,25 +169,29 @@ def find_resume(settings: TrainSettings, ours: dict[str, Any]) -> Path | None:
     run_dir = Path(settings.runs_dir) / settings.name if settings.name else None
     if settings.resume == "never":
         return None
-    if settings.resume == "auto":
-        if run_dir is None or not checkpoints_in(run_dir):
-            return None
-        found = find_checkpoint(run_dir)
-    else:
-        found = find_checkpoint(Path(settings.resume))
+    automatic = settings.resume == "auto"
+    if automatic and (run_dir is None or not checkpoints_in(run_dir)):
+        return None
+    place = run_dir if automatic and run_dir else Path(settings.resume)
+    found = find_checkpoint(place, print, damage_in) if locked else find_checkpoint(place, lambda message: None)
     meta = read_meta(found)
     check_identity(found, meta.identity, ours)
-    for other in checkpoints_in(run_dir) if run_dir else []:
+    for other in checkpoints_in(run_dir) if run_dir and not automatic else []:  # else all later ones are damaged
         if fault_in(other) is None and read_meta(other).step > meta.step:
             raise UserError(f"{other} is later than {found}: remove it to go back, or choose a new name=")
     return found
 
 
 def keep_tokenizer(data: TokenFile, run_dir: Path) -> None:
-    """Copy the tokenizer of the token files into the run, where checkpoints point to, unless it is there."""
+    """Copy the tokenizer of the token files into the run, where checkpoints point to.
+
+    Checkpoints keep the one that is there; without any, it may be that of other data, from a launch that saved nothing.
+    """
     target = run_dir / "tokenizer"
-    if not target.exists():
-        partial = run_dir / "tokenizer.tmp"
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(data.tokenizer_dir, partial)
-        partial.rename(target)
+    if target.exists() and checkpoints_in(run_dir):
+        return
+    partial = run_dir / "tokenizer.tmp"
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(data.tokenizer_dir, partial)
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)

@@ -16,10 +16,13 @@ numbers, so that no more needs to be kept.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,30 +80,65 @@ def fault_in(step_dir: Path) -> str | None:
     return None
 
 
-def newest_checkpoint(run_dir: Path, warn: Callable[[str], None] = print) -> Path | None:
+def damage_in(step_dir: Path, prefix: str = "") -> str | None:
+    """As `fault_in`, but every byte of the tensors whose names begin with `prefix` is read and must have the CRC-32
+    that torch.save put beside it: sizes alone would let a flipped bit, or zeros after a power cut, become a weight."""
+    if fault := fault_in(step_dir):
+        return fault
+    try:
+        stored = read_metadata(step_dir).storage_data
+    except Exception as error:  # a pickle: damage may come out as nearly any error
+        return f"{step_dir / '.metadata'}: cannot be read ({error})"
+
+    def check(name: str, path: Path, offset: int, length: int) -> str | None:
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                content = io.BytesIO(file.read(length))
+            wrong = zipfile.ZipFile(content).testzip()
+            content.seek(0)
+            torch.load(content, map_location="meta", weights_only=True)  # no data; more of the framing than zipfile
+        except Exception as error:  # of the file system, or whatever damaged framing makes zipfile and zlib raise
+            return f"{path}: {name} cannot be read ({error})"
+        return f"{path}: {name} has another checksum than when it was saved" if wrong else None
+
+    pieces = [
+        (index.fqn, step_dir / info.relative_path, info.offset, info.length)
+        for index, info in stored.items()
+        if index.fqn.startswith(prefix)
+    ]
+    with ThreadPoolExecutor(4) as pool:  # each holds one tensor (or one rank's shard of it)
+        return next(filter(None, pool.map(lambda piece: check(*piece), pieces)), None)
+
+
+def newest_checkpoint(
+    run_dir: Path, warn: Callable[[str], None] = print, fault: Callable[[Path], str | None] = fault_in
+) -> Path | None:
     """The newest whole checkpoint of a run, or None if the run has none yet; passing over a damaged one is reported.
 
-    Raises UserError where checkpoints are there and none is whole: starting again from nothing must be the user's
-    decision.
+    fault: says why one cannot be used, `fault_in` or `damage_in`. Raises UserError where checkpoints are there and none
+    is whole: starting again from nothing must be the user's decision.
     """
     found = checkpoints_in(run_dir)
     for step_dir in reversed(found):
-        fault = fault_in(step_dir)
-        if fault is None:
+        why = fault(step_dir)
+        if why is None:
             return step_dir
-        warn(f"passing over a damaged checkpoint: {fault}")
+        warn(f"passing over a damaged checkpoint: {why}")
     if found:
         raise UserError(f"{run_dir}/checkpoints: none of {len(found)} is whole; remove them to start again")
     return None
 
 
-def find_checkpoint(path: Path, warn: Callable[[str], None] = print) -> Path:
+def find_checkpoint(
+    path: Path, warn: Callable[[str], None] = print, fault: Callable[[Path], str | None] = fault_in
+) -> Path:
     """The checkpoint that `path` (a run directory or a step-N directory) means. Raises UserError if there is none."""
     if (path / META).is_file() or re.fullmatch(r"step-\d+", path.name):
-        if fault := fault_in(path):
-            raise UserError(f"damaged checkpoint: {fault}")
+        if why := fault(path):
+            raise UserError(f"damaged checkpoint: {why}")
         return path
-    newest = newest_checkpoint(path, warn)
+    newest = newest_checkpoint(path, warn, fault)
     if newest is None:
         raise UserError(f"{path}: no checkpoint here (expected checkpoints/step-N/{META})")
     return newest
@@ -174,7 +212,7 @@ def load_model_weights(step_dir: Path) -> dict[str, Tensor]:
 
 def read_tensors(step_dir: Path, prefix: str = "") -> dict[str, Tensor]:
     """The whole tensors of a checkpoint whose names begin with `prefix`, on the CPU, by name."""
-    if fault := fault_in(step_dir):
+    if fault := damage_in(step_dir, prefix):
         raise UserError(f"damaged checkpoint: {fault}")
     tensors: dict[str, Any] = {
         name: torch.empty(meta.size, dtype=meta.properties.dtype)

@@ -18,7 +18,14 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from efla_lm.errors import UserError
 from efla_lm.training import checkpoint, save
-from efla_lm.training.checkpoint import checkpoints_in, fault_in, find_checkpoint, load_model_weights, newest_checkpoint
+from efla_lm.training.checkpoint import (
+    checkpoints_in,
+    damage_in,
+    fault_in,
+    find_checkpoint,
+    load_model_weights,
+    newest_checkpoint,
+)
 from efla_lm.training.distributed import local
 from tests.training.corpus import write_corpus
 from tests.training.launch import ROOT, arguments, assert_same_weights, metrics, run_here, weights
@@ -94,6 +101,38 @@ def test_damaged_newest_is_passed_over(runs: Path, corpus: Path, damage: str, ca
     assert "passing over a damaged checkpoint" in out and "step-6" in out and "update 4 from" in out
     assert fault_in(newest) is None  # written anew
     assert_same_weights(weights(runs, "run", 4), before)
+
+
+@pytest.mark.parametrize("where", ["weight", "moment", "frame", "tail of zeros", "head of zeros", "list of tensors"])
+def test_damage_that_leaves_the_sizes_is_passed_over(runs: Path, corpus: Path, where: str, capsys: Captured) -> None:
+    newest, before = runs / "run" / "checkpoints" / "step-6", weights(runs, "run", 6)
+    path = newest / (".metadata" if where == "list of tensors" else "__0_0.distcp")
+    content = bytearray(path.read_bytes())
+    stored = {i.fqn: info for i, info in checkpoint.read_metadata(newest).storage_data.items()}
+    kind = "optim.lm_head.weight.exp_avg" if where == "moment" else "model.lm_head.weight"
+    middle = stored[kind].offset + stored[kind].length // 2
+    if where in ("weight", "moment"):
+        content[middle] ^= 1
+    elif where == "frame":
+        content[-20] ^= 255
+    elif where == "tail of zeros":
+        content[middle:] = bytes(len(content) - middle)
+    else:
+        content[: len(content) // 2] = bytes(len(content) // 2)
+    path.write_bytes(content)
+    assert fault_in(newest) is None  # the sizes tell nothing
+    assert "step-6" in (damage_in(newest) or "")
+    if where == "weight":
+        with pytest.raises(UserError, match=r"damaged checkpoint: .*lm_head\.weight has another checksum"):
+            load_model_weights(newest)
+    if where == "moment":
+        load_model_weights(newest)  # is not what is read
+    capsys.readouterr()
+    assert run_here(corpus, runs, "name=run", "train.steps=6") == 0
+    out = capsys.readouterr().out
+    assert out.count("passing over a damaged checkpoint") == 1 and "update 4 from" in out
+    assert damage_in(newest) is None  # written anew
+    assert_same_weights(weights(runs, "run", 6), before)
 
 
 def test_no_whole_checkpoint_is_an_error(runs: Path, corpus: Path, capsys: Captured) -> None:

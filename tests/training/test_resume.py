@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,11 +20,13 @@ from efla_lm import EflaForCausalLM
 from efla_lm.training.checkpoint import read_tensors
 from efla_lm.training.metrics import read_rows
 from scripts import convert
-from tests.training.corpus import VOCAB
+from tests.training.corpus import VOCAB, write_corpus
 from tests.training.launch import (
+    arguments,
     assert_same_weights,
     consumed,
     metrics,
+    run_command,
     run_here,
     steady_rows,
     weights,
@@ -213,6 +217,57 @@ def test_a_checkpoint_is_there_before_its_validation(corpus: Path, straight: Pat
     elsewhere = f"resume={tmp_path}/run/checkpoints/step-10"
     assert run_here(corpus, tmp_path, "name=other", *LENGTH, "train.stop_at=11", elsewhere) == 0
     assert metrics(tmp_path, "other", "val_loss") == []
+
+
+def test_saves_before_it_validates(
+    corpus: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what ends a validation ends no update; the row is made up for here too."""
+
+    def fail(*args):
+        raise MemoryError("in the validation")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(train, "validate", fail)
+        run_here(corpus, tmp_path, "name=run", *LENGTH, "train.save_every=10")
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["step-10"]
+    assert run_here(corpus, tmp_path, "name=run", *LENGTH) == 0
+    assert steady_rows(tmp_path, "run") == steady_rows(straight, "run")
+
+
+def test_another_launch_saves_before_the_lock_is_had(
+    corpus: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch that comes while another one leaves goes on from what that one saved."""
+    assert run_here(corpus, tmp_path, "name=run", *LENGTH, "train.stop_at=5") == 0
+    plain = train.open_run
+
+    def late(*args, **kwargs):
+        other = arguments(corpus, tmp_path, "name=run", *LENGTH, "train.stop_at=15")
+        run_command([sys.executable, "train.py", *other], expect=0)
+        return plain(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "open_run", late)
+        assert run_here(corpus, tmp_path, "name=run", *LENGTH, "train.stop_at=8") == 0
+    assert metrics(tmp_path, "run", "step")[-1] == 15  # nothing taken back, nothing to do
+    assert run_here(corpus, tmp_path, "name=run", *LENGTH) == 0
+    assert steady_rows(tmp_path, "run") == steady_rows(straight, "run")
+    assert consumed(tmp_path, "run") == consumed(straight, "run")
+
+
+def test_a_run_without_checkpoints_takes_the_tokenizer_of_new_data(corpus: Path, tmp_path: Path) -> None:
+    other = write_corpus(tmp_path / "other")
+    path = other / "tokenizer" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"w9"', '"other"'))
+    run = tmp_path / "run"
+    assert run_here(corpus, tmp_path, "name=run", "train.steps=2") == 0
+    assert run_here(other, tmp_path, "name=run", "train.steps=3") == 0  # the same ids: it goes on, with what it has
+    assert (run / "tokenizer" / "tokenizer.json").read_text() != path.read_text()
+    shutil.rmtree(run / "checkpoints")
+    assert run_here(other, tmp_path, "name=run", "train.steps=2") == 0
+    assert (run / "tokenizer" / "tokenizer.json").read_text() == path.read_text()
+    assert '"other"' in (run / "export" / "tokenizer.json").read_text()
 
 
 def test_finished_run_has_nothing_to_do(corpus: Path, tmp_path: Path) -> None:
