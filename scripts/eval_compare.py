@@ -18,11 +18,9 @@ from rich.table import Table
 
 from efla_lm.errors import UserError
 from efla_lm.evaluation import checkpoints, results
-from efla_lm.evaluation.columns import PAPER_COLUMNS
+from efla_lm.evaluation.columns import PAPER_TASKS
 from efla_lm.evaluation.settings import EvalCompareSettings
 from efla_lm.settings import check_output, entry
-
-TASKS = list(dict.fromkeys(task for _, task, *_ in PAPER_COLUMNS))
 
 
 @entry("eval_compare", EvalCompareSettings)
@@ -46,7 +44,7 @@ def main(settings: EvalCompareSettings) -> int:
     if checkpoint.kind == "step":
         raise UserError(f"checkpoint={settings.checkpoint}: the stock model loads exports only; give RUN/export")
     model, tokenizer = checkpoints.load(checkpoint)
-    task_sets = speed.tasks(TASKS, tokenizer, Path(settings.local_dir) if settings.local_dir else None)
+    task_sets = speed.tasks(list(PAPER_TASKS), tokenizer, Path(settings.local_dir) if settings.local_dir else None)
     weights, context = checkpoints.weights_hash(model), checkpoints.context_length(model, tokenizer)
     checkpoints.place(model, "fp32", device)
     ours, ours_scores = measure("ours", lambda: evaluate_ours(model, tokenizer, context, task_sets, settings.limit))

@@ -3,7 +3,7 @@
 Measurements of untrained models, for which the work is the same as for trained ones:
 * `full`: `eval.py tasks=paper` on an EFLA, from start to end of the command; with gpus=N also `several`: the same on N
   processes that share the documents, how much faster, and whether the numbers are those of one process;
-* `comparison`: the first `limit` documents of each task, our evaluation of an EFLA and of fla's DeltaNet beside
+* `comparison`: the first `limit` documents of each of `tasks`, our evaluation of an EFLA and of fla's DeltaNet beside
   lm-eval's stock `hf` model over the same DeltaNet, tokenising included; with `warm` each task runs twice and the
   second run counts, else once with everything that a command compiles and tunes on its way.
 The result file is written after every part, so that what is measured stays if a later part fails.
@@ -27,7 +27,6 @@ from transformers import AutoTokenizer
 
 from efla_lm.errors import UserError
 from efla_lm.evaluation import checkpoints, results
-from efla_lm.evaluation.columns import PAPER_COLUMNS
 from efla_lm.evaluation.compare import compare_values
 from efla_lm.evaluation.settings import EvalSpeedSettings
 from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
@@ -35,7 +34,6 @@ from efla_lm.settings import TrainSettings, compose, entry
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = 2048
-TASKS = list(dict.fromkeys(task for _, task, *_ in PAPER_COLUMNS))
 
 
 @entry("eval_speed", EvalSpeedSettings)
@@ -135,7 +133,7 @@ def compare(
     """Seconds by task and implementation, their sums, and the ratios to the stock model; yields after every task."""
     from efla_lm.evaluation import speed
 
-    task_sets = speed.tasks(TASKS, tokenizer, Path(settings.local_dir) if settings.local_dir else None)
+    task_sets = speed.tasks(settings.tasks, tokenizer, Path(settings.local_dir) if settings.local_dir else None)
     checkpoints.place(model, settings.dtype, device)
     runs = {"ours_efla": speed.ours(model, tokenizer, CONTEXT)}
     if settings.stock:
@@ -147,7 +145,7 @@ def compare(
     found: dict[str, Any] = {
         "limit": settings.limit, "warm": settings.warm, "stock_batch_size": settings.stock_batch_size, "tasks": tasks,
     }  # fmt: skip
-    for name, task_set in zip(TASKS, task_sets, strict=True):
+    for name, task_set in zip(settings.tasks, task_sets, strict=True):
         tasks[name] = {impl: speed.timed(run, task_set, settings.limit, settings.warm) for impl, run in runs.items()}
         line = ", ".join(f"{impl} {row['seconds']:.1f} s" for impl, row in tasks[name].items())
         print(f"{name}: {line}", flush=True)

@@ -16,3 +16,5 @@ PAPER_COLUMNS = (
     ("OBQA acc_n", "openbookqa", "acc_norm,none", True),
     ("SciQ acc", "sciq", "acc,none", True),
 )
+
+PAPER_TASKS = tuple(dict.fromkeys(task for _, task, *_ in PAPER_COLUMNS))  # the ten, in the order of the columns

@@ -5,6 +5,7 @@
 from dataclasses import dataclass, field
 
 from efla_lm.errors import UserError
+from efla_lm.evaluation.columns import PAPER_TASKS
 from efla_lm.settings.fields import MISSING, PATH, PATH_OR_HUB, key
 
 CHECKPOINT = "run directory, its step-N or export folder, any model folder, or a hub name"
@@ -102,6 +103,7 @@ class EvalSpeedSettings:
     full_limit: int | None = key(None, "first documents of each task that `full` takes; null: all")
     gpus: int = key(1, "more than one: time eval.py on so many processes too, a GPU each, beside one: speed, numbers")
     stock: bool = key(True, "time lm-eval's stock model over fla's DeltaNet beside ours (needs a GPU and fla)")
+    tasks: list[str] = key([*PAPER_TASKS], "tasks of the comparison; `full` takes all ten")
     limit: int | None = key(None, "first documents of each task that the comparison takes; null: all")
     warm: bool = key(True, "the comparison runs each task twice and counts the second; false: once, with compilation")
     stock_batch_size: int = key(64, "rows per batch of the stock model (its own default is 1)")
@@ -113,6 +115,8 @@ class EvalSpeedSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}={value}: expected at least 1")
+        if not self.tasks:
+            raise UserError("tasks=[]: expected names of tasks to compare")
         if not self.full and (self.gpus > 1 or self.full_limit is not None):
             raise UserError("full=false: gpus and full_limit say how eval.py is timed; set full=true or leave them out")
 

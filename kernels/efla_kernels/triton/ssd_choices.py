@@ -40,7 +40,7 @@ def choose(N: int, P: int, dtype: torch.dtype) -> Choice:
         block = Block(32, 8, 2)
         return Choice(32, Block(32, 4, 2), block, block, block)
     if N <= 128 and P <= 64:
-        return Choice(128, Block(128, 4, 3), Block(64, 4, 2), Block(64, 4, 2), Block(64, 4, 3))
+        return Choice(128, Block(128, 4, 2), Block(64, 4, 2), Block(64, 4, 2), Block(64, 4, 3))
     return Choice(64, Block(64, 4, 2), Block(64, 4, 2), Block(64, 4, 2), Block(64, 8, 2))
 
 
