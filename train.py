@@ -6,7 +6,6 @@ torchrun --nproc-per-node=8 train.py model=efla size=1b3 data=slimpajama paralle
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,19 +83,25 @@ class Run:
         return self.due(step) - {name.partition("/")[0] for row in rows if row["step"] == step for name in row}
 
     def assess(
-        self, step: int, due: set[str], metrics: MetricsWriter, progress: Progress, check: Callable[[], None]
-    ) -> None:
-        """Validate and evaluate as `due` says. check: called before every forward pass, leaves by raising."""
-        if "val_loss" in due and self.heldout_data is not None:
-            batches = self.settings.train.validate_batches
-            windows = batches and batches * self.budget.windows
-            val_loss = validate(self.model, self.heldout_data, self.world, windows, check)
-            metrics.write({"step": step, "val_loss": val_loss})
-            progress.validated(step, val_loss)
-        if "eval" in due and self.evaluation is not None:
-            scores = self.evaluation.run(self.model, check)
-            metrics.write({"step": step, **scores})
-            progress.evaluated(step, scores)
+        self, step: int, due: set[str], metrics: MetricsWriter, progress: Progress, agreement: Agreement
+    ) -> bool:
+        """Validate and evaluate as `due` says after update `step`. False: a rank was asked to stop meanwhile."""
+        try:
+            if "val_loss" in due and self.heldout_data is not None:
+                batches = self.settings.train.validate_batches
+                windows = batches and batches * self.budget.windows
+                val_loss = validate(self.model, self.heldout_data, self.world, windows, agreement.check)
+                metrics.write({"step": step, "val_loss": val_loss})
+                progress.validated(step, val_loss)
+            if "eval" in due and self.evaluation is not None:
+                scores = self.evaluation.run(self.model, agreement.check)
+                metrics.write({"step": step, **scores})
+                progress.evaluated(step, scores)
+            if due:
+                agreement.settle()
+        except StopAsked:
+            return False
+        return True
 
 
 @entry("train", TrainSettings)
@@ -152,13 +157,13 @@ def fit(run: Run, interruption: Interruption) -> tuple[bool, Path | None]:
     batch_log = BatchLog(run.directory.path / "batches.jsonl", run.world, done) if train.log_batches else None
     meter = Meter(flops_per_token(run.config, budget.context), run.world.device, run.world.size)
     traced = RunProfile(settings.profile, run.directory.path, run.world)
-    agreement, asked = Agreement(interruption, run.world), False
+    agreement = Agreement(interruption, run.world)
     with (
         MetricsWriter(run.directory, settings.logger, resumed_step=done, config=to_dict(settings)) as metrics,
         Progress(budget.steps, start_step=done, main=run.world.is_main) as progress,
     ):
         with meter.paused():
-            asked = not assessed(run, done, run.owed(), metrics, progress, agreement)
+            asked = not run.assess(done, run.owed(), metrics, progress, agreement)
         for step in range(done, done if asked else last):
             tokens = step * budget.batch_tokens
             lr = schedule.learning_rate(settings.schedule, tokens, budget.total_tokens, budget.batch_tokens)
@@ -191,7 +196,7 @@ def fit(run: Run, interruption: Interruption) -> tuple[bool, Path | None]:
                     progress.message(table)
                 if saving or asked or done == last:
                     saved, kept = run.save(done, verdicts.skipped), done
-                asked = asked or not assessed(run, done, due, metrics, progress, agreement)
+                asked = asked or not run.assess(done, due, metrics, progress, agreement)
                 if asked and kept < done:
                     saved = run.save(done, verdicts.skipped)
             if asked:
@@ -204,20 +209,6 @@ def fit(run: Run, interruption: Interruption) -> tuple[bool, Path | None]:
             hint = f"the same command with name={run.directory.name} goes on"
             progress.message(f"stopped{why} after update {done} of {budget.steps}: {saved} is saved; {hint}")
     return finished, saved
-
-
-def assessed(
-    run: Run, step: int, due: set[str], metrics: MetricsWriter, progress: Progress, agreement: Agreement
-) -> bool:
-    """Do what is due after an update. False: a rank was asked to stop meanwhile."""
-    if not due:
-        return True
-    try:
-        run.assess(step, due, metrics, progress, agreement.check)
-        agreement.settle()
-    except StopAsked:
-        return False
-    return True
 
 
 def is_due(done: int, every: int | None) -> bool:

@@ -30,7 +30,7 @@ from efla_lm.evaluation import checkpoints, results
 from efla_lm.evaluation.compare import compare_values
 from efla_lm.evaluation.settings import EvalSpeedSettings
 from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
-from efla_lm.settings import TrainSettings, compose, entry
+from efla_lm.settings import TrainSettings, check_output, compose, entry
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = 2048
@@ -44,6 +44,8 @@ def main(settings: EvalSpeedSettings) -> int:
         raise UserError("stock=true needs a GPU, which fla's kernels run on: set stock=false here")
     if device.type == "cuda" and settings.gpus > torch.cuda.device_count():
         raise UserError(f"gpus={settings.gpus}: this machine has {torch.cuda.device_count()}")
+    out = Path(settings.out)
+    check_output(out)
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
     recipe = compose("train", [f"size={settings.size}", f"model.vocab_size={len(tokenizer)}"], TrainSettings)
     config = EflaConfig(**asdict(recipe.model) | {"max_position_embeddings": CONTEXT})
@@ -57,8 +59,6 @@ def main(settings: EvalSpeedSettings) -> int:
         "commit": commit(),
         "library_versions": results.versions(),
     }
-    out = Path(settings.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
 
     def save(part: str, found: dict[str, Any]) -> None:
         report[part] = found

@@ -18,18 +18,11 @@ from pathlib import Path
 from efla_data.mad import BASELINES, settings_of
 
 from efla_lm.errors import UserError
+from efla_lm.experiments.checks import check_backend, check_rates, choose_device
 from efla_lm.experiments.mad import Budget, Member, train_and_score
 from efla_lm.experiments.mad_report import gather, write_report
 from efla_lm.experiments.progress import Line
-from efla_lm.experiments.results import (
-    check_backend,
-    check_rates,
-    choose_device,
-    environment,
-    merge,
-    read_json,
-    write_json,
-)
+from efla_lm.experiments.results import environment, merge, read_json, write_json
 from efla_lm.experiments.rules import RECURRENT_MIXERS
 from efla_lm.settings import PATH, check_output, entry, key
 

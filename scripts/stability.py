@@ -18,9 +18,10 @@ from efla_data.token_file import TokenFile
 from efla_lm.errors import UserError
 from efla_lm.evaluation import checkpoints
 from efla_lm.evaluation.settings import CHECKPOINT
+from efla_lm.experiments.checks import choose_device
 from efla_lm.experiments.discretisation import euler_error, record, survival
 from efla_lm.experiments.discretisation_report import write_report
-from efla_lm.experiments.results import choose_device, environment, read_json, write_json
+from efla_lm.experiments.results import environment, read_json, write_json
 from efla_lm.settings import PATH, PATH_OR_HUB, check_output, entry, key
 
 

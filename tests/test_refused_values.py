@@ -27,6 +27,8 @@ CASES = [
     ("data_speed", "seconds=0", "seconds=0.0: expected more than 0"),
     ("eval_compare", "checkpoint=x limit=0", "limit=0: expected at least 1"),
     ("eval_compare", "checkpoint=x stock_batch_size=0", "stock_batch_size=0: expected at least 1"),
+    ("eval_speed", "tokenizer=x tasks=[]", "tasks=[]: expected at least one task"),
+    ("eval_speed", "tokenizer=x tasks=[piqa,piqa]", "each once"),
     ("loss_equality", "out={folder}", "{folder}: is a directory (out={folder}); expected a file"),
     ("throughput", "device=cuda", "device=cuda but torch sees no CUDA device"),
     ("throughput", "device=cpu out={file}/x.json", "(out={file}/x.json); a file is in the way"),

@@ -13,10 +13,8 @@ from efla_lm.settings import check_output, list_keys, to_dict
 
 
 def result_path(out: str | None, name: str) -> Path:
-    """`out`, or results/NAME-DATE-TIME.json. Raises UserError for a folder, OSError where nothing can be written."""
+    """`out`, or results/NAME-DATE-TIME.json. Raises OSError where it cannot be written."""
     path = Path(out or time.strftime(f"results/{name}-%Y%m%d-%H%M%S.json"))
-    if path.is_dir():
-        raise UserError(f"out={path} is a folder: name the file")
     check_output(path)
     return path
 

@@ -115,8 +115,8 @@ class EvalSpeedSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}={value}: expected at least 1")
-        if not self.tasks:
-            raise UserError("tasks=[]: expected names of tasks to compare")
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise UserError(f"tasks={self.tasks}: expected at least one task to compare, each once")
         if not self.full and (self.gpus > 1 or self.full_limit is not None):
             raise UserError("full=false: gpus and full_limit say how eval.py is timed; set full=true or leave them out")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import platform
 import statistics
 from collections.abc import Iterable, Sequence
@@ -33,26 +32,6 @@ NAMES = {
     "mamba2": "Mamba-2",
     "attention": "Transformer",
 }
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` is the first GPU where there is one. Raises UserError where cuda is asked for and absent."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda but torch sees no CUDA device: use device=auto or cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def check_backend(name: str, device: torch.device) -> None:
-    """Raise UserError for a backend of GPUs on a CPU, before data are read and models made."""
-    if name in ("triton", "fla") and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise UserError(f"backend={name} needs a GPU, the device is {device}: set auto or torch")
-
-
-def check_rates(rates: Iterable[float]) -> None:
-    """Raise UserError for learning rates that are not above 0."""
-    for rate in rates:
-        if rate <= 0:
-            raise UserError(f"rates: got {rate}, expected learning rates above 0")
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -207,15 +207,12 @@ def _report(error: BaseException, every_rank: bool, settings: Any = None) -> Non
     keys = keys_of(place, settings) if place and settings is not None else ""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         where, other = (f" while writing {place}" if place else "", f", or change {keys}" if keys else "")
-        message = f"no space left on the disk{where}; free some{other} and start again (resume=auto continues)"
+        message = f"no space left on the disk{where}; free some and start again (resume=auto continues){other}"
     elif isinstance(error, OSError) and place:
-        what = "no such file or folder" if error.errno == errno.ENOENT else error.strerror or "cannot be used"
-        hint = (
-            ""
-            if error.errno == errno.ENOENT
-            else f"; {_MENDS.get(error.errno or 0, 'choose another place, or free it')}"
-        )
-        message = f"{place}: {what.lower()}" + (f" ({keys})" if keys else "") + hint
+        missing = error.errno == errno.ENOENT
+        what = "no such file or folder" if missing else (error.strerror or "cannot be used").lower()
+        mend = "" if missing else "; " + _MENDS.get(error.errno or 0, "choose another place, or free it")
+        message = f"{place}: {what}" + (f" ({keys})" if keys else "") + mend
     else:
         message = " ".join(str(error).split())
     if rank == "0":

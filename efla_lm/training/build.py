@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from efla_data.token_file import TokenFile
 from efla_data.windows import Windows
-from efla_kernels import resolve_backend
+from efla_kernels.backends import lacks_gpu, resolve_backend
 from torch.distributed.device_mesh import DeviceMesh
 
 from efla_lm.errors import UserError
@@ -37,7 +36,6 @@ from efla_lm.training.step import Passes
 if TYPE_CHECKING:
     from efla_lm.evaluation.live import LiveEvaluation
 
-GPU_BACKENDS = ("triton", "triton_recompute", "fla")
 # Fields of the config that may differ between launches of one run: how it is computed, not what.
 FREE_FIELDS = {"backend", "initializer_range", "max_position_embeddings"}
 
@@ -65,7 +63,7 @@ def backend_in_use(config: EflaConfig, device: torch.device) -> str:
         if config.backend not in ("auto", "torch"):
             raise UserError(f"model.backend={config.backend}: attention has torch's SDPA only; set auto or torch")
         return "torch SDPA"
-    if device.type == "cpu" and config.backend in GPU_BACKENDS and os.environ.get("TRITON_INTERPRET") != "1":
+    if lacks_gpu(config.backend, device):
         raise UserError(f"model.backend={config.backend} needs a GPU, the device is {device}: set auto or torch")
     try:
         op = getattr(MIXER_CLASSES[config.mixer], "op", config.mixer)  # a mixer may share another one's op

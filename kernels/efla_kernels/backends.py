@@ -23,6 +23,7 @@ OPS = {
     "ssd": "ssd",
     "mamba2": "ssd",
 }
+GPU_BACKENDS = ("triton", "triton_recompute", "fla")
 LAYER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BACKENDS: dict[str, Any] = {}
 
@@ -70,6 +71,11 @@ def resolve_backend(name: str, device: torch.device | str, op: str = "delta_rule
     serving = ", ".join(["auto", *(n for n, ops in available_backends().items() if op in ops)])
     known = "is not built for" if name in _BACKENDS or name == "triton" else "is unknown; no such backend serves"
     raise ValueError(f"backend {name!r} {known} {op!r}; expected one of {serving}")
+
+
+def lacks_gpu(name: str, device: torch.device) -> bool:
+    """Whether a backend of this name is one of GPUs and `device` is a CPU, without TRITON_INTERPRET=1."""
+    return name in GPU_BACKENDS and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 def get_backend(name: str, device: torch.device | str, op: str) -> Any:

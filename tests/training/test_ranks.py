@@ -23,6 +23,7 @@ from tests.training.launch import (
     metrics,
     run_here,
     run_ranks,
+    steady_rows,
     weights,
 )
 
@@ -106,6 +107,10 @@ def two(corpus: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) ->
                 ["signal in validation", 1, call],
             )
             for mode, call in (("fsdp", 1), ("ddp", 7))  # a validation is four batches on each rank
+        },
+        **{
+            f"{name} whole": ((f"name={name}", "train.steps=8", "train.validate_every=2", FSDP), None)
+            for name in ("left-fsdp", "never-left")
         },
         "before full": (("name=full", "train.steps=9", "train.stop_at=2"), None),
         "full": (("name=full", "train.steps=9", "train.save_every=2"), ["disk", 1, None]),
@@ -278,9 +283,12 @@ def test_signal_on_one_rank(two: Two) -> None:
 def test_signal_on_one_rank_in_a_validation(two: Two) -> None:
     """All ranks leave it after the same forward pass, or at its end (the signal came in its last pass), and save."""
     runs, codes = two
-    assert codes["left fsdp"] == codes["left ddp"] == [0, 0]
-    assert os.listdir(runs / "left-fsdp" / "checkpoints") == ["step-2"]
-    assert metrics(runs, "left-fsdp", "val_loss") == []
+    assert codes["left fsdp"] == codes["left ddp"] == codes["left-fsdp whole"] == [0, 0]
+    assert f"stopped after update 2 of 8: {runs}/left-fsdp/checkpoints/step-2" in (runs / "printed.txt").read_text()
+    assert sorted(os.listdir(runs / "left-fsdp" / "checkpoints")) == ["step-2", "step-8"]
+    # the next launch validates before it trains, and is the run that never stopped
+    assert steady_rows(runs, "left-fsdp") == steady_rows(runs, "never-left")
+    assert_same_weights(weights(runs, "left-fsdp", 8), weights(runs, "never-left", 8))
     # too late for the last check of that validation: the next update carries the wish
     assert os.listdir(runs / "left-ddp" / "checkpoints") == ["step-5"]
     assert len(metrics(runs, "left-ddp", "val_loss")) == 2

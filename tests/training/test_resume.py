@@ -219,22 +219,6 @@ def test_a_checkpoint_is_there_before_its_validation(corpus: Path, straight: Pat
     assert metrics(tmp_path, "other", "val_loss") == []
 
 
-def test_saves_before_it_validates(
-    corpus: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that what ends a validation ends no update; the row is made up for here too."""
-
-    def fail(*args):
-        raise MemoryError("in the validation")
-
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(train, "validate", fail)
-        run_here(corpus, tmp_path, "name=run", *LENGTH, "train.save_every=10")
-    assert os.listdir(tmp_path / "run" / "checkpoints") == ["step-10"]
-    assert run_here(corpus, tmp_path, "name=run", *LENGTH) == 0
-    assert steady_rows(tmp_path, "run") == steady_rows(straight, "run")
-
-
 def test_another_launch_saves_before_the_lock_is_had(
     corpus: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,16 @@ class Problem:
         most = -(-self.chunks * places * self.heads // (least * self.processors))
         return max(d for d in range(1, per_group + 1) if per_group % d == 0 and d <= most)
 
+    def scan_rows(self, descriptors: bool) -> int:
+        """Rows of the state in a program of the scans; pointers in the place of descriptors take registers as well."""
+        rows = self.choice.scan.rows if descriptors else min(self.choice.scan.rows, 64)
+        return min(rows, max(16, power_of_two(self.state_width)))
+
+    def output_block(self, descriptors: bool) -> Block:
+        """The output's block; pointers take the registers that a chunk's second block of rows needs."""
+        block = self.choice.output
+        return block if descriptors or block.rows == self.choice.chunk else Block(self.choice.chunk, 8, 2)
+
     def segments(self) -> tuple[int, int]:
         """(segments of a sequence, chunks in each): 1 where the scan's programs fill the device without a cut.
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from efla_kernels.triton.arguments import Packing, pack, power_of_two, rows_in_place, use_descriptors
+from efla_kernels.triton.arguments import Packing, pack, rows_in_place, use_descriptors
 from efla_kernels.triton.dispatch import launch
-from efla_kernels.triton.ssd_choices import Block, Problem
+from efla_kernels.triton.ssd_choices import Problem
 from efla_kernels.triton.ssd_gates import ssd_gate_gradient_kernel, ssd_table_kernel
 from efla_kernels.triton.ssd_gradient_bc import ssd_gradient_bc_kernel
 from efla_kernels.triton.ssd_gradient_x import ssd_gradient_x_kernel
@@ -50,8 +50,7 @@ def _scan(
     block, flags = p.choice.scan, p.flags()
     segments, each = p.segments()
     tma = _tma(p, x, keys)
-    rows = block.rows if tma else min(block.rows, 64)  # pointers take registers as well
-    width = min(rows, max(16, power_of_two(p.state_width)))
+    width = p.scan_rows(tma)
     programs = p.sequences * segments * p.heads * -(-p.state_width // width)
 
     def scan(outer: Tensor | None, left_over: Tensor | None, totals: Tensor | None) -> None:
@@ -110,14 +109,12 @@ def forward(
     # packed rows that no segment covers stay zero
     y = (torch.zeros if p.packed else torch.empty)(x.shape, device=x.device, dtype=x.dtype)
     tma = _tma(p, x)
-    # pointers take the registers that a chunk's second block of rows needs
-    block = choice.output if tma or choice.output.rows == choice.chunk else Block(choice.chunk, 8, 2)
     each = p.heads_each(1, 2)
     launch(
         ssd_output_kernel, p.chunks * (p.heads // each),
         x, B, C, unused if steps.D is None else steps.D, table, states, *packing, y,
         p.tokens, each, x.stride(1), x.stride(2), B.stride(1), B.stride(2), C.stride(1), C.stride(2),
-        SKIP=steps.D is not None, TMA=tma, **p.tile(block), **p.flags(),
+        SKIP=steps.D is not None, TMA=tma, **p.tile(p.output_block(tma)), **p.flags(),
     )  # fmt: skip
     return y, final, table, states
 
