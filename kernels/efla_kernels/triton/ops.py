@@ -26,7 +26,6 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@functools.cache
 def processors(device: int) -> int:
     """Multiprocessors of the GPU with this number."""
     return torch.cuda.get_device_properties(device).multi_processor_count
