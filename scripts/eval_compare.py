@@ -16,6 +16,7 @@ from efla_kernels.environment import commit
 from rich.console import Console
 from rich.table import Table
 
+from efla_lm.devices import choose_device
 from efla_lm.errors import UserError
 from efla_lm.evaluation import checkpoints, results
 from efla_lm.evaluation.columns import PAPER_TASKS
@@ -39,7 +40,7 @@ def main(settings: EvalCompareSettings) -> int:
 
     out = Path(settings.out)
     check_output(out)
-    device = checkpoints.choose_device(settings.device)
+    device = choose_device(settings.device)
     checkpoint = checkpoints.find(settings.checkpoint)
     if checkpoint.kind == "step":
         raise UserError(f"checkpoint={settings.checkpoint}: the stock model loads exports only; give RUN/export")

@@ -25,6 +25,7 @@ import torch
 from efla_kernels.environment import commit
 from transformers import AutoTokenizer
 
+from efla_lm.devices import choose_device
 from efla_lm.errors import UserError
 from efla_lm.evaluation import checkpoints, results
 from efla_lm.evaluation.compare import compare_values
@@ -39,7 +40,7 @@ CONTEXT = 2048
 @entry("eval_speed", EvalSpeedSettings)
 def main(settings: EvalSpeedSettings) -> int:
     """Time our evaluation on the ten tasks, and beside lm-eval's stock model over fla's DeltaNet; write one JSON."""
-    device = checkpoints.choose_device(settings.device)
+    device = choose_device(settings.device)
     if settings.stock and device.type != "cuda":
         raise UserError("stock=true needs a GPU, which fla's kernels run on: set stock=false here")
     if device.type == "cuda" and settings.gpus > torch.cuda.device_count():

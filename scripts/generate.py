@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
+from efla_lm.devices import choose_device
 from efla_lm.evaluation import checkpoints, hub
 from efla_lm.evaluation.complete import complete
 from efla_lm.evaluation.settings import GenerateSettings
@@ -19,7 +20,7 @@ def main(settings: GenerateSettings) -> None:
     if checkpoint.kind == "hub":
         hub.offline_unless_reachable()
     model, tokenizer = checkpoints.load(checkpoint)
-    checkpoints.place(model, settings.dtype, checkpoints.choose_device(settings.device))
+    checkpoints.place(model, settings.dtype, choose_device(settings.device))
     print(f"model: {checkpoint.location}", file=sys.stderr)
     print(settings.prompt, end="", flush=True)
     start = time.perf_counter()

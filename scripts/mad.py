@@ -17,8 +17,9 @@ from pathlib import Path
 
 from efla_data.mad import BASELINES, settings_of
 
+from efla_lm.devices import choose_device
 from efla_lm.errors import UserError
-from efla_lm.experiments.checks import check_backend, check_rates, choose_device
+from efla_lm.experiments.checks import check_backend, check_rates
 from efla_lm.experiments.mad import Budget, Member, train_and_score
 from efla_lm.experiments.mad_report import gather, write_report
 from efla_lm.experiments.progress import Line

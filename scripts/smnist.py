@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from efla_data.smnist import Digits, as_pixels, load_digits, pool
 
+from efla_lm.devices import choose_device
 from efla_lm.errors import UserError
-from efla_lm.experiments.checks import check_backend, check_rates, choose_device
+from efla_lm.experiments.checks import check_backend, check_rates
 from efla_lm.experiments.progress import Line
 from efla_lm.experiments.results import environment, merge, read_json, write_json
 from efla_lm.experiments.rules import RECURRENT_MIXERS

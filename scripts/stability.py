@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from efla_data.token_file import TokenFile
 
+from efla_lm.devices import choose_device
 from efla_lm.errors import UserError
 from efla_lm.evaluation import checkpoints
 from efla_lm.evaluation.settings import CHECKPOINT
-from efla_lm.experiments.checks import choose_device
 from efla_lm.experiments.discretisation import euler_error, record, survival
 from efla_lm.experiments.discretisation_report import write_report
 from efla_lm.experiments.results import environment, read_json, write_json

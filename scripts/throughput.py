@@ -19,6 +19,7 @@ from efla_kernels.environment import describe_environment
 
 from efla_lm.benchmarks import files, train_report, train_speed
 from efla_lm.benchmarks.train_settings import ThroughputSettings
+from efla_lm.devices import choose_device
 from efla_lm.errors import UserError
 from efla_lm.settings import entry
 
@@ -35,8 +36,7 @@ def main(settings: ThroughputSettings) -> int:
             "times a CPU, with small models: sizes=[tiny] shapes=[2x64]."
         )
         return 0
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda but torch sees no CUDA device: use device=auto or cpu")
+    choose_device(settings.device)
     path = files.result_path(settings.out, "throughput")
     environment = describe_environment()
     result = opened(path, environment)

@@ -111,17 +111,6 @@ def place(model: Any, dtype: str, device: torch.device) -> Any:
     return model.to(device)
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` = the first GPU if there is one, else the CPU; `cpu`; `cuda`.
-
-    Raises:
-        UserError: cuda is asked for and torch sees none.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda but torch sees no CUDA device: use device=auto or cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
 def _load_tokenizer(checkpoint: Checkpoint) -> Any:
     folder = checkpoint.location if checkpoint.kind != "step" else str(tokenizer_dir(Path(checkpoint.location)))
     local = checkpoint.kind != "hub"

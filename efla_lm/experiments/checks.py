@@ -10,13 +10,6 @@ from efla_kernels.backends import lacks_gpu
 from efla_lm.errors import UserError
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` is the first GPU where there is one. Raises UserError where cuda is asked for and absent."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda but torch sees no CUDA device: use device=auto or cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
 def check_backend(name: str, device: torch.device) -> None:
     """Raise UserError for a backend of GPUs on a CPU."""
     if lacks_gpu(name, device):

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from efla_lm.devices import choose_device
 from efla_lm.errors import UserError
 from efla_lm.models import EflaForCausalLM
 from efla_lm.training.overlap import sums_of
@@ -103,7 +104,7 @@ def start(device: str = "auto", world_size: int | None = None, key: str = "train
     (`parallel.world_size`), or None. Raises UserError where the launcher asked for several processes and this one
     stands alone, where the world is not of the expected size, or where a GPU is missing.
     """
-    kind = _device_kind(device, key)
+    kind = choose_device(device, key).type
     if kind == "cuda" and (local_size := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > torch.cuda.device_count():
         raise UserError(
             f"{local_size} processes were started on this machine but it has {torch.cuda.device_count()} GPU(s): "
@@ -141,14 +142,6 @@ _HOW_TO_LAUNCH = (
     "start them with `torchrun --nproc-per-node=N train.py ...` (CPU and GPU) or `accelerate launch --multi_gpu "
     "--num_processes N train.py ...`"
 )
-
-
-def _device_kind(device: str, key: str) -> str:
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"{key}: expected auto, cpu or cuda, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"{key}=cuda but torch sees no CUDA device: use {key}=auto or cpu")
-    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def _refuse_lonely_process() -> None:

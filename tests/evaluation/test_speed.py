@@ -83,7 +83,7 @@ def test_options_that_mean_nothing_together_are_refused(
 def test_more_gpus_than_there_are_is_said_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(checkpoints, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(eval_speed, "choose_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert eval_speed.main.run([f"tokenizer={tmp_path}", "gpus=2"]) == 1
     assert "error: gpus=2: this machine has 1" in capsys.readouterr().err
