@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ def choose(N: int, P: int, dtype: torch.dtype) -> Choice:
 
 @dataclass(frozen=True)
 class Problem:
-    """Shapes and options that all launches of one call share."""
+    """Shapes and options that all launches of one call share, and what follows from them, computed once."""
 
     batch: int
     tokens: int
@@ -59,19 +60,19 @@ class Problem:
     packed: bool
     processors: int
 
-    @property
+    @cached_property
     def choice(self) -> Choice:
         """The block shapes of this problem."""
         return choose(self.state_width, self.width, self.dtype)
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """Slots for chunk data: exact for equal rows, an upper bound for packed segments."""
         if self.packed:
             return self.tokens // self.choice.chunk + self.sequences
         return self.batch * -(-self.tokens // self.choice.chunk)
 
-    @property
+    @cached_property
     def operand(self) -> torch.dtype:
         """Type of the tensor cores' operands and of stored states; bf16 also for fp16, whose range states may leave."""
         return torch.float32 if self.dtype == torch.float32 else torch.bfloat16
@@ -115,6 +116,7 @@ class Problem:
         each = -(-chunks // segments)
         return -(-chunks // each), each
 
+    @cached_property
     def flags(self) -> dict[str, Any]:
         """The constants of every kernel that multiplies."""
         return {

@@ -47,7 +47,7 @@ def _scan(
     states: Tensor,
 ) -> None:
     """Both scans: states before (gradients after) each chunk; `outer` and `left_over` [sequences, H, N, P] fp32."""
-    block, flags = p.choice.scan, p.flags()
+    block, flags = p.choice.scan, p.flags
     segments, each = p.segments()
     tma = _tma(p, x, keys)
     width = p.scan_rows(tma)
@@ -114,7 +114,7 @@ def forward(
         ssd_output_kernel, p.chunks * (p.heads // each),
         x, B, C, unused if steps.D is None else steps.D, table, states, *packing, y,
         p.tokens, each, x.stride(1), x.stride(2), B.stride(1), B.stride(2), C.stride(1), C.stride(2),
-        SKIP=steps.D is not None, TMA=tma, **p.tile(p.output_block(tma)), **p.flags(),
+        SKIP=steps.D is not None, TMA=tma, **p.tile(p.output_block(tma)), **p.flags,
     )  # fmt: skip
     return y, final, table, states
 
@@ -195,7 +195,7 @@ def backward(
         ssd_gradient_x_kernel, p.chunks * places * (p.heads // each),
         x, B, C, unused if steps.D is None else steps.D, dy, table, d_states, *packing, dx, pairs, z_own, z_columns,
         z_rows, z_full, writes, d_skip, p.tokens, each, *strides, SKIP=skip, TMA=_tma(p, x), **p.tile(block),
-        **p.flags(),
+        **p.flags,
     )  # fmt: skip
 
     pair_parts = p.heads // each
@@ -209,7 +209,7 @@ def backward(
     launch(
         ssd_gradient_bc_kernel, p.chunks * 2 * blocks * (p.heads // each),
         x, B, C, dy, table, states, d_states, pairs, *packing, dB, dC, reads, kept, p.tokens, each, pair_parts,
-        B.numel(), *strides, TMA=_tma(p, x), **p.tile(block), **p.flags(),
+        B.numel(), *strides, TMA=_tma(p, x), **p.tile(block), **p.flags,
     )  # fmt: skip
 
     fused = steps.A_log is not None

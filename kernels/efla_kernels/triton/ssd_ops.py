@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +22,14 @@ from efla_kernels.triton.ssd_step import ssd_step, step
 LARGEST_STATE = {torch.bfloat16: 128 * 128, torch.float16: 128 * 128, torch.float32: 128 * 64}  # N P: shared memory
 
 
-def _problem(x: Tensor, B: Tensor, cu_seqlens: Tensor | None) -> Problem:
+# what follows from the shapes is not worked out again for every layer of every step
+known_problem = functools.lru_cache(maxsize=1024, typed=True)(Problem)
+
+
+def _problem(x: Tensor, B: Tensor, cu_seqlens: Tensor | None, make: Callable[..., Problem] = Problem) -> Problem:
+    """The problem of these inputs; sizes of fake tensors may be symbols, which no cache takes for keys."""
     batch, T, H, P = x.shape
-    return Problem(
+    return make(
         batch=batch, tokens=T, heads=H, groups=B.shape[2], state_width=B.shape[3], width=P,
         sequences=batch if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         dtype=x.dtype, packed=cu_seqlens is not None,
@@ -48,7 +55,7 @@ def _forward(
     """(y, final state, table, states or empty); see `ssd_launch.forward`."""
     steps = Steps(log_decay, A_log, dt_bias, D, dt_mask)
     y, final, table, states = ssd_launch.forward(
-        _problem(x, B, cu_seqlens), x, dt, B, C, steps, initial, cu_seqlens, output_final
+        _problem(x, B, cu_seqlens, known_problem), x, dt, B, C, steps, initial, cu_seqlens, output_final
     )
     return y, final, table, states if keep_states else states.new_empty(0)
 
@@ -86,7 +93,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dx, d_dt, dB, dC, d_log_decay, (d_A_log, d_dt_bias), dD, d_initial); see `ssd_launch.backward`."""
     steps = Steps(log_decay, A_log, dt_bias, D, dt_mask)
-    problem = _problem(x, B, cu_seqlens)
+    problem = _problem(x, B, cu_seqlens, known_problem)
     return ssd_launch.backward(problem, table, states, dy, d_final, x, dt, B, C, steps, initial, cu_seqlens)
 
 
