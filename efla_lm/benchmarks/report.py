@@ -114,8 +114,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
         r for r in result["rows"] if "device_us" in r and r["direction"] != "decode" and r["impl"] in ("ours", *PEERS)
     ]
     heads = sorted({r["heads"] for r in rows})
-    figure, axes = plt.subplots(1, max(1, len(heads)), figsize=(5.2 * max(1, len(heads)), 3.8), squeeze=False)
-    for axis, count in zip(axes[0], heads, strict=False):
+    across = min(2, max(1, len(heads)))
+    down = max(1, -(-len(heads) // across))
+    figure, axes = plt.subplots(down, across, figsize=(5.6 * across, 3.8 * down), squeeze=False)
+    for axis, count in zip(axes.flat, heads, strict=False):
         for op in LABELS:
             for impl, style in (("ours", "-o"), ("fla", "--s"), ("mamba_ssm", ":^")):
                 of_op = [r for r in rows if _key(r, "op", "impl", "heads") == (op, impl, count)]
@@ -125,11 +127,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
                     label = f"{LABELS[op]}, {impl}{'' if both else ', forward'}"
                     colour = f"C{list(LABELS).index(op)}"
                     axis.plot(*zip(*curve, strict=True), style, label=label, color=colour, markersize=4)
-        axis.set(title=f"H = {count}", xlabel="tokens per sequence", ylabel="device time, us", xscale="log")
+        axis.set(title=f"H = {count}, forward + backward", xlabel="tokens per sequence", ylabel="device time, us", xscale="log")
         axis.set_xscale("log", base=2)
+        lengths = sorted({r["tokens"] for r in rows if r["heads"] == count})
+        axis.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-    axes[0][-1].legend(fontsize=7)
+        axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)

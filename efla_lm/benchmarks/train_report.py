@@ -128,7 +128,10 @@ def point(row: Row) -> tuple[Any, ...]:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Bars of thousand tokens/s by shape and model, a panel per size, as in the paper's Figure 4."""
+    """Bars of thousand tokens/s of each GPU by shape and model, a panel per size, as in the paper's Figure 4.
+
+    A model's bars share a colour, fla's are hatched, and those with options are paler.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -136,21 +139,27 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     measured = [r for r in result["rows"] if "skipped" not in r]
     sizes = sorted({r["size"] for r in measured}, key=lambda s: (s != "340m", s))
-    figure, axes = plt.subplots(max(1, len(sizes)), 1, figsize=(9, 3.6 * max(1, len(sizes))), squeeze=False)
+    figure, axes = plt.subplots(max(1, len(sizes)), 1, figsize=(11, 3.6 * max(1, len(sizes))), squeeze=False)
     for axis, size in zip(axes[:, 0], sizes):
         shapes, by_name = grid([r for r in measured if r["size"] == size])
-        width = 0.85 / max(1, len(by_name))
-        for index, (label, found) in enumerate(by_name.items()):
+        counts = {s: sum(s in found for found in by_name.values()) for s in shapes}
+        width, drawn = 0.9 / max(counts.values()), dict.fromkeys(shapes, 0)
+        for label, found in by_name.items():
+            places = [shapes.index(s) + (drawn[s] - (counts[s] - 1) / 2) * width for s in found]
+            heights = [r["tokens_per_second"] / r["gpus"] / 1e3 for r in found.values()]
             row = next(iter(found.values()))
-            places = [shapes.index(s) + (index - (len(by_name) - 1) / 2) * width for s in found]
-            heights = [r["tokens_per_second"] / 1e3 for r in found.values()]
-            hatch = None if row["impl"] == "efla_lm" else "///"
-            colour = f"C{list(LABELS).index(row['model'])}"
-            axis.bar(places, heights, width, label=label, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5)
-        axis.set(title=f"{size}, {result['environment']['gpu'] or 'CPU'}", ylabel="thousand tokens/s")
-        axis.set_xticks(range(len(shapes)), shapes)
+            axis.bar(
+                places, heights, width, label=label, color=f"C{list(LABELS).index(row['model'])}",
+                alpha=0.55 if row["options"] else 1.0, hatch=None if row["impl"] == "efla_lm" else "///",
+                edgecolor="white", linewidth=0.5,
+            )  # fmt: skip
+            for s in found:
+                drawn[s] += 1
+        axis.set(title=f"{size}, {result['environment']['gpu'] or 'CPU'}", ylabel="thousand tokens/s of each GPU")
+        axis.set_xticks(range(len(shapes)), [s.replace(", ", "\n") for s in shapes])
         axis.grid(axis="y", alpha=0.3)
-        axis.legend(fontsize=7)
+        axis.set_axisbelow(True)
+        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
