@@ -127,7 +127,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
                     label = f"{LABELS[op]}, {impl}{'' if both else ', forward'}"
                     colour = f"C{list(LABELS).index(op)}"
                     axis.plot(*zip(*curve, strict=True), style, label=label, color=colour, markersize=4)
-        axis.set(title=f"H = {count}, forward + backward", xlabel="tokens per sequence", ylabel="device time, us", xscale="log")
+        axis.set(title=f"H = {count}, forward + backward", xlabel="tokens per sequence", ylabel="device time, us")
         axis.set_xscale("log", base=2)
         lengths = sorted({r["tokens"] for r in rows if r["heads"] == count})
         axis.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
