@@ -42,18 +42,15 @@ from efla_lm.settings.overrides import UsageError, list_groups
 Settings = TypeVar("Settings")
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-# A place that cannot be written or read is the user's to mend; other faults of the system show where they came from.
-BAD_PLACE = (
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
-)  # fmt: skip
-
-
-_MENDS = {
+# A place that cannot be written or read is the user's to mend, and how; other faults of the system show where they came
+# from.
+BAD_PLACE = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "choose a place that you may use, or change its rights"),
     errno.EROFS: "choose a place that can be written",
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in the way: choose another place, or move it"),
     errno.EISDIR: "expected a file, a folder is there: choose another name",
     errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "choose another place, or free it",
 }
 
 
@@ -209,9 +206,9 @@ def _report(error: BaseException, every_rank: bool, settings: Any = None) -> Non
         where, other = (f" while writing {place}" if place else "", f", or change {keys}" if keys else "")
         message = f"no space left on the disk{where}; free some and start again (resume=auto continues){other}"
     elif isinstance(error, OSError) and place:
-        missing = error.errno == errno.ENOENT
+        missing = isinstance(error, FileNotFoundError)
         what = "no such file or folder" if missing else (error.strerror or "cannot be used").lower()
-        mend = "" if missing else "; " + _MENDS.get(error.errno or 0, "choose another place, or free it")
+        mend = "" if missing else f"; {BAD_PLACE[error.errno or 0]}"
         message = f"{place}: {what}" + (f" ({keys})" if keys else "") + mend
     else:
         message = " ".join(str(error).split())

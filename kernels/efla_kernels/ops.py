@@ -15,7 +15,7 @@ Every malformed argument raises ValueError.
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -149,33 +149,17 @@ def _run(
         "output_final_state": output_final_state,
         "cu_seqlens": cu_seqlens,
     }
-    arguments = (implementation, op, q, k, v, gates, log_decay, options)
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(q.device.type):
-        # a 16-bit autocast around the op must not reach the products of states and gates
-        with torch.autocast(q.device.type, enabled=False):
-            return _call(*arguments)
-    return _call(*arguments)
-
-
-def _call(
-    implementation: Any,
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: dict[str, Tensor],
-    log_decay: Tensor | None,
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """The op as the backend offers it, or through its delta rule."""
-    fused = getattr(implementation, op, None)
-    if op == "delta_rule":
-        return implementation.delta_rule(q, k, v, gates["erase"], gates["write"], log_decay, **options)
-    if fused is not None:
-        decays = () if log_decay is None else (log_decay,)
-        return fused(q, k, v, gates["beta_logit"], *decays, **options)
-    q, k, erase, write, log_decay = model_coefficients(op, q, k, gates["beta_logit"], log_decay)
-    return implementation.delta_rule(q, k, v, erase, write, log_decay, **options)
+    # a 16-bit autocast around the op must not reach the products of states and gates; switching it costs the host time
+    cast = torch.compiler.is_compiling() or torch.is_autocast_enabled(q.device.type)
+    with torch.autocast(q.device.type, enabled=False) if cast else nullcontext():
+        fused = getattr(implementation, op, None)
+        if op == "delta_rule":
+            return implementation.delta_rule(q, k, v, gates["erase"], gates["write"], log_decay, **options)
+        if fused is not None:
+            decays = () if log_decay is None else (log_decay,)
+            return fused(q, k, v, gates["beta_logit"], *decays, **options)
+        q, k, erase, write, log_decay = model_coefficients(op, q, k, gates["beta_logit"], log_decay)
+        return implementation.delta_rule(q, k, v, erase, write, log_decay, **options)
 
 
 def model_coefficients(

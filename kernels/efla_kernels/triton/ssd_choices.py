@@ -91,10 +91,15 @@ class Problem:
         most = -(-self.chunks * places * self.heads // (least * self.processors))
         return max(d for d in range(1, per_group + 1) if per_group % d == 0 and d <= most)
 
+    @cached_property
+    def state_block(self) -> int:
+        """Rows of a tile that holds the whole state."""
+        return max(16, power_of_two(self.state_width))
+
     def scan_rows(self, descriptors: bool) -> int:
         """Rows of the state in a program of the scans; pointers in the place of descriptors take registers as well."""
         rows = self.choice.scan.rows if descriptors else min(self.choice.scan.rows, 64)
-        return min(rows, max(16, power_of_two(self.state_width)))
+        return min(rows, self.state_block)
 
     def output_block(self, descriptors: bool) -> Block:
         """The output's block; pointers take the registers that a chunk's second block of rows needs."""
@@ -133,8 +138,7 @@ class Problem:
 
     def tile(self, block: Block) -> dict[str, Any]:
         """The constants of a kernel over chunks: its rows, the whole width of the state, its pipeline."""
-        width = max(16, power_of_two(self.state_width))
-        return {"R": block.rows, "BN": width, "STAGES": block.stages, "num_warps": block.warps}
+        return {"R": block.rows, "BN": self.state_block, "STAGES": block.stages, "num_warps": block.warps}
 
     @property
     def gate_heads(self) -> int:
