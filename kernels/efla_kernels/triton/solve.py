@@ -47,17 +47,19 @@ def _merge(D, A, size: tl.constexpr, precision: tl.constexpr):
 
 @triton.jit
 def invert_unit_lower(A, precision: tl.constexpr):
-    """(I + A)^{-1} for strictly lower A [C, C] in fp32: row by row inside blocks of 16, then two merges.
+    """(I + A)^{-1} for strictly lower A [C, C] in fp32: column by column inside blocks of 16, then two merges.
 
-    Substitution is stable whatever the keys' norms; a Neumann series is not (near-duplicate keys give entries near 1
-    whose powers cancel).
+    T = I - T A gives column c of N = T - I from the ones behind it, N_c = -A_c - sum_j N_j A_jc. Columns, from the last
+    one, and not rows from the first: a thread holds twice as much of a row as of a column, and the sums over j need a
+    third of the exchanges. Substitution is stable whatever the keys' norms; a Neumann series is not (near-duplicate
+    keys give entries near 1 whose powers cancel).
     """
     N = -_diagonal_blocks(A)
-    rows = tl.arange(0, BLOCK)[None, :, None]
-    for r in tl.static_range(1, 16):
-        row = tl.sum(tl.where(rows == r, N, 0.0), 1)
-        row += tl.sum(row[:, :, None] * N, 1)
-        N = tl.where(rows == r, row[:, None, :], N)
+    columns = tl.arange(0, BLOCK)[None, None, :]
+    for step in tl.static_range(1, 16):
+        column = tl.sum(tl.where(columns == 15 - step, N, 0.0), 2)
+        column += tl.sum(N * column[:, None, :], 2)
+        N = tl.where(columns == 15 - step, column[:, :, None], N)
     identity = tl.arange(0, CHUNK)[:, None] == tl.arange(0, CHUNK)[None, :]
     D = _block_diagonal(N) + tl.where(identity, 1.0, 0.0)
     D = _merge(D, A, 16, precision)
