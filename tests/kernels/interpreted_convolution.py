@@ -32,14 +32,20 @@ def test_kernels_against_float64(name: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_other_blocks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strips of several rows of the batch in one program, the last program not full."""
-    block = kernels.Block(strip=16, rows=rows, channels=16, warps=1)
-    monkeypatch.setattr(kernels, "FORWARD", block)
-    monkeypatch.setattr(kernels, "BACKWARD", block)
+    """Strips of several rows of the batch in one program, the last program not full; short strips backwards."""
+    monkeypatch.setattr(kernels, "FORWARD", kernels.Block(strip=16, rows=rows, channels=16, warps=1))
+    monkeypatch.setattr(kernels, "BACKWARD", kernels.Block(strip=4 * rows, rows=1, channels=16, warps=1, stages=3))
     case = ConvolutionCase(batch=3, tokens=21, widths=(24, 8), bias=True)
-    for one in (replace(case, state=True), replace(case, scaled=True)):
+    for one in (replace(case, state=True), replace(case, scaled=True), replace(case, tokens=32, scaled=True)):
         errors = one.errors("triton")
         assert all(error <= 1e-6 for error in errors.values()), errors
+
+
+def test_strips_grow_with_the_problem() -> None:
+    """As long as enough programs are left; never much longer than the row."""
+    shapes = [(32, 2048), (16, 2048), (8, 2048), (1, 16384), (8, 512), (1, 2048), (300, 70), (1, 5), (1, 1)]
+    strips = [kernels.strip_of(kernels.BACKWARD, B, T, 24) for B, T in shapes]
+    assert strips == [512, 256, 128, 128, 32, 32, 128, 8, 4]
 
 
 @pytest.mark.parametrize("scaled", [False, True])
