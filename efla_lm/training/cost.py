@@ -15,9 +15,9 @@ Memory of one device in bytes, as torch counts what it has allocated:
                   (FSDP: several processes, unless parallel=ddp on one machine)
     activations   b m (L a + 2 D)  a elements per token and block, see `saved_per_token`; full activation checkpointing:
                   b m ((L + 2) D + a)   each block's input, and one block's elements while it is recomputed
-    loss          max(4 R V, b V D) + 4 V D + b m D   R rows of logits at a time (`efla_kernels.loss.logit_rows`: m / 8,
-                  at least 2048, at most 2^28 / V), whose gradient takes their place; the head's gradient (fp32 sums,
-                  and what is made of them once the logits are gone), the hidden states'
+    loss          max(4 R V, b V D) + 4 V D + b m D   R rows of logits at a time (`efla_kernels.loss.logit_rows`: 4096
+                  from m = 32,768 on and up to V = 65,536, else 2048), whose gradient takes their place; the head's
+                  gradient (fp32 sums, and what is made of them once the logits are gone), the hidden states'
     workspace     b m (3 F + 2 D) + (b + 4) P_b       the widest gradients of one block's backward pass: those of gate,
                   up and their product; 2 E for 3 F in Mamba-2
 

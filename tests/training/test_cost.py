@@ -73,7 +73,7 @@ def test_memory_by_hand_on_several_devices_with_accumulation() -> None:
 def test_the_loss_takes_more_rows_of_more_tokens_below_the_peak() -> None:
     m = 32 * 2048
     need = cost.memory(config_340m(), micro_tokens=m, keeping="selective", whole=True)
-    assert need.loss == 4 * 8192 * 32000 + 4 * 32000 * 1024 + 2 * m * 1024
+    assert need.loss == 4 * 4096 * 32000 + 4 * 32000 * 1024 + 2 * m * 1024
     assert need.loss < need.workspace + need.head, "the peak stays at the start of the backward pass"
 
 
