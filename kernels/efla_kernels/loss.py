@@ -19,7 +19,7 @@ def logit_rows(tokens: int, vocabulary: int) -> int:
     block's backward pass takes, and the peak of memory is not in the loss: `efla_lm.training.cost`) and 1 GiB; 2048
     else.
     """
-    affordable = MOST_ROWS <= min(tokens // 8, MOST_LOGITS // vocabulary)
+    affordable = min(tokens // 8, MOST_LOGITS // vocabulary) >= MOST_ROWS
     return min(tokens, MOST_ROWS if affordable else FEWEST_ROWS)
 
 
