@@ -15,8 +15,9 @@ Memory of one device in bytes, as torch counts what it has allocated:
                   (FSDP: several processes, unless parallel=ddp on one machine)
     activations   b m (L a + 2 D)  a elements per token and block, see `saved_per_token`; full activation checkpointing:
                   b m ((L + 2) D + a)   each block's input, and one block's elements while it is recomputed
-    loss          max(4 R V, b V D) + 4 V D + b m D   R = 2048 rows of logits at a time, whose gradient takes their
-                  place; the head's gradient (fp32 sums, and their copy once the logits are gone), the hidden states'
+    loss          max(4 R V, b V D) + 4 V D + b m D   R rows of logits at a time (`efla_kernels.loss.logit_rows`: 4096
+                  from m = 32,768 on and up to V = 65,536, else 2048), whose gradient takes their place; the head's
+                  gradient (fp32 sums, and what is made of them once the logits are gone), the hidden states'
     workspace     b m (3 F + 2 D) + (b + 4) P_b       the widest gradients of one block's backward pass: those of gate,
                   up and their product; 2 E for 3 F in Mamba-2
 
@@ -33,11 +34,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from efla_kernels.loss import logit_rows
+
 from efla_lm.models import EflaConfig, count_parameters
-from efla_lm.models.config import DELTA_MIXERS
+from efla_lm.models.config import DELTA_MIXERS, GATED_MIXERS
 
 CHUNK, SSD_CHUNK = 64, 128  # tokens of the kernels' chunks
-LOSS_ROWS = 2048
 GIB = 2**30
 
 
@@ -70,8 +72,8 @@ def saved_per_token(config: EflaConfig, keeping: str = "none") -> float:
 
         every block       D (its input) [+ D (normed)]
         with SwiGLU       D (projected mixer output) [+ D (the normed stream)] + 2 F (gate and up)
-        delta rules       3 A (before the convolution) [+ 3 A (q, k, v)] {+ A (output)} [+ A (normed)]
-                          + A with an output gate
+        delta rules       3 A (before the convolution) [+ 2 A (q, k) + A (normed)] {+ A (output)}
+                          [+ A (v) with a decay or backend=triton_recompute] + A with an output gate
                           {+ H (C + table)}  (inverse; the gates' table of 8 numbers, gated: 10)
                           {+ H (C + K V / C + V)}  (scores, chunk states, solved rows; not with
                           backend=triton_recompute)
@@ -93,7 +95,8 @@ def saved_per_token(config: EflaConfig, keeping: str = "none") -> float:
         K = V = config.head_dim
         table = 8 if config.mixer in ("efla", "deltanet") else 10
         op = A + H * (CHUNK + table) + states * H * (CHUNK + K * V / CHUNK + V)
-        mixer = (3 if again else 7) * A + (A if config.output_gate else 0)
+        values = config.mixer in GATED_MIXERS or not states
+        mixer = (3 if again else 6 + values) * A + (A if config.output_gate else 0)
         mixer += 0 if keeping == "products" else op
     else:
         mixer = 4 * A + 2 * H
@@ -176,7 +179,7 @@ def memory(
         gathered=gathered,
         gradients=4 * P / shards + (4 * P if accumulates and not whole else 0),
         activations=float(activations),
-        loss=float(max(4 * min(LOSS_ROWS, m) * V, b * V * D) + 4 * V * D + b * m * D),
+        loss=float(max(4 * logit_rows(m, V) * V, b * V * D) + 4 * V * D + b * m * D),
         workspace=b * m * (widest + 2 * D) + (b + 4) * block,
         accumulates=accumulates,
         held_at_end=float(held),

@@ -17,6 +17,9 @@ CONVOLUTIONS = {
     "one part, off the channel block": ConvolutionCase(widths=(130,), state=True),
     "whole channel blocks": ConvolutionCase(batch=1, tokens=130, widths=(128, 128, 128), bias=True),
     "two strips and a token": ConvolutionCase(batch=3, tokens=65, widths=(16, 16), bias=True, state=True),
+    "whole strips": ConvolutionCase(batch=3, tokens=64, bias=True, state=True),
+    "whole strips, three taps, packed": ConvolutionCase(batch=1, tokens=64, taps=3, cu_seqlens=(0, 1, 31, 33, 64)),
+    "whole strips and channel blocks": ConvolutionCase(batch=1, tokens=96, widths=(128,), bias=True, scaled=True),
     "shorter than the taps": ConvolutionCase(batch=3, tokens=2, widths=(16, 8), bias=True, state=True),
     "one token": ConvolutionCase(tokens=1, bias=True, state=True),
     "three taps": ConvolutionCase(batch=1, taps=3, state=True, bias=True),
@@ -24,8 +27,18 @@ CONVOLUTIONS = {
     "one tap": ConvolutionCase(batch=1, tokens=9, taps=1, bias=True),
     "packed": ConvolutionCase(batch=1, tokens=PACKED[-1], bias=True, cu_seqlens=PACKED),
     "packed across strips": ConvolutionCase(batch=1, tokens=200, cu_seqlens=(0, 64, 65, 67, 127, 130, 200)),
+    "rows with factors": ConvolutionCase(batch=3, tokens=131, bias=True, scaled=True),
+    "rows with factors, two taps": ConvolutionCase(tokens=65, taps=2, widths=(130,), scaled=True),
+    "rows with factors, one tap": ConvolutionCase(tokens=7, taps=1, widths=(16, 8), scaled=True),
+    "rows with factors, three taps, packed": ConvolutionCase(
+        batch=1, tokens=PACKED[-1], taps=3, bias=True, cu_seqlens=PACKED, scaled=True
+    ),
+    "rows with factors, packed": ConvolutionCase(
+        batch=1, tokens=200, cu_seqlens=(0, 64, 65, 67, 127, 130, 200), scaled=True
+    ),
 }
 WIDE = {
+    "8x2048, 340M, rows with factors": ConvolutionCase(batch=8, tokens=2048, widths=(1024, 1024, 1024), scaled=True),
     "8x2048, 340M": ConvolutionCase(batch=8, tokens=2048, widths=(1024, 1024, 1024)),
     "3x1001, Mamba-2 340M": ConvolutionCase(batch=3, tokens=1001, widths=(2048, 128, 128), bias=True),
     "packed, 256 wide": ConvolutionCase(

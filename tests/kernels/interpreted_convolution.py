@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from efla_kernels import convolution_state, short_convolution
-from efla_kernels.accuracy_layers import ConvolutionCase
+from efla_kernels.accuracy_layers import CONSTANTS, ConvolutionCase
 from efla_kernels.selftest import poisoned_memory
 from efla_kernels.selftest_layers import CONVOLUTIONS
 from efla_kernels.triton import convolution as kernels
 from efla_kernels.triton import ops
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @pytest.fixture(autouse=True)
@@ -29,17 +32,26 @@ def test_kernels_against_float64(name: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_other_blocks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strips of several rows of the batch in one program, the last program not full."""
-    block = kernels.Block(strip=16, rows=rows, channels=16, warps=1)
-    monkeypatch.setattr(kernels, "FORWARD", block)
-    monkeypatch.setattr(kernels, "BACKWARD", block)
-    errors = ConvolutionCase(batch=3, tokens=21, widths=(24, 8), bias=True, state=True).errors("triton")
-    assert all(error <= 1e-6 for error in errors.values()), errors
+    """Strips of several rows of the batch in one program, the last program not full; short strips backwards."""
+    monkeypatch.setattr(kernels, "FORWARD", kernels.Block(strip=16, rows=rows, channels=16, warps=1))
+    monkeypatch.setattr(kernels, "BACKWARD", kernels.Block(strip=4 * rows, rows=1, channels=16, warps=1, stages=3))
+    case = ConvolutionCase(batch=3, tokens=21, widths=(24, 8), bias=True)
+    for one in (replace(case, state=True), replace(case, scaled=True), replace(case, tokens=32, scaled=True)):
+        errors = one.errors("triton")
+        assert all(error <= 1e-6 for error in errors.values()), errors
 
 
-def test_16_bit_inputs_are_rounded_once() -> None:
+def test_strips_grow_with_the_problem() -> None:
+    """As long as enough programs are left; never much longer than the row."""
+    shapes = [(32, 2048), (16, 2048), (8, 2048), (1, 16384), (8, 512), (1, 2048), (300, 70), (1, 5), (1, 1)]
+    strips = [kernels.strip_of(kernels.BACKWARD, B, T, 24) for B, T in shapes]
+    assert strips == [512, 256, 128, 128, 32, 32, 128, 8, 4]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_16_bit_inputs_are_rounded_once(scaled: bool) -> None:
     """y is the rounded result of fp32 sums; the gradients come in the inputs' types."""
-    case = ConvolutionCase(tokens=20, dtype=torch.bfloat16, bias=True)
+    case = ConvolutionCase(tokens=20, dtype=torch.bfloat16, bias=True, scaled=scaled)
     tensors = case.inputs(0, "cpu")
     got, truth = case.run(tensors, "triton"), case.truth(tensors)
     assert {x.dtype for x in got.values()} == {torch.bfloat16}
@@ -80,23 +92,76 @@ def test_split_at_any_point_with_gradients() -> None:
             assert (g - expected[f"d{name}"]).norm() <= 1e-6 * expected[f"d{name}"].norm(), (cut, name)
 
 
+class Seen(TorchDispatchMode):
+    """The parts of every forward op of a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[list[int]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if function is torch.ops.efla_kernels.convolution.default:
+            self.parts.append(list(args[-1]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_last_part_apart(scaled: bool) -> None:
+    """Two ops where somebody watches, one gradient; compiled or not the same numbers."""
+    case = ConvolutionCase(tokens=21, widths=(8, 8, 16), bias=True, scaled=scaled)
+    tensors = case.inputs(0, "cpu")
+    truth = case.truth(tensors)
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items() if name not in CONSTANTS}
+
+    def run(leaves: dict[str, Tensor], apart: bool = True) -> Tensor:
+        factors = tensors.get("row_scale")
+        parts = short_convolution(**leaves, widths=case.widths, row_scale=factors, last_apart=apart, backend="triton")
+        return torch.cat(parts, -1)
+
+    with Seen() as seen:
+        watched = run(leaves)
+        gradients = torch.autograd.grad(watched, list(leaves.values()), tensors["dy"])
+    assert seen.parts == [[8, 8], [16]]
+    results = [(watched, *gradients)]
+    for form in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        y = form(leaves)
+        results.append((y, *torch.autograd.grad(y, list(leaves.values()), tensors["dy"])))
+    for result in results:
+        for got, expected in zip(result, truth.values(), strict=True):
+            assert (got - expected).norm() <= 1e-6 * expected.norm()
+    with Seen() as seen, torch.no_grad():
+        run(leaves)
+    with Seen() as together:
+        run(leaves, apart=False)
+    assert seen.parts == together.parts == [[8, 8, 16]], "one op where nothing is computed again"
+
+
 @pytest.mark.parametrize(
     "case",
     [
         ConvolutionCase(tokens=3, widths=(8, 4, 4)),
         ConvolutionCase(tokens=3, widths=(8,), bias=True, state=True),
         ConvolutionCase(batch=1, tokens=4, widths=(8,), cu_seqlens=(0, 1, 4)),
+        ConvolutionCase(tokens=3, widths=(8, 8), scaled=True),
     ],
 )
 def test_registration(case: ConvolutionCase) -> None:
     """Fake tensors, autograd and schema of the ops."""
     tensors = case.inputs(0, "cpu")
     dy = tensors["dy"]
-    leaves = {key: x.detach().requires_grad_() for key, x in tensors.items() if key != "dy"}
+    leaves = {key: x.detach().requires_grad_() for key, x in tensors.items() if key not in CONSTANTS}
     starts = None if case.cu_seqlens is None else torch.tensor([0, 1, 1, 1], dtype=torch.int32)
     widths = list(case.widths)
-    arguments = (leaves["x"], leaves["weight"], leaves.get("bias"), leaves.get("state"), starts, widths)
+    arguments = (
+        leaves["x"],
+        leaves["weight"],
+        leaves.get("bias"),
+        leaves.get("state"),
+        starts,
+        tensors.get("row_scale"),
+        widths,
+    )
     torch.library.opcheck(kernels.convolution, arguments)
     plain = [None if t is None else t.detach() for t in arguments[:4]]
-    backward = ([part.contiguous() for part in dy.split(widths, -1)], *plain, starts, widths)
+    backward = ([part.contiguous() for part in dy.split(widths, -1)], *plain, starts, tensors.get("row_scale"), widths)
     torch.library.opcheck(kernels.convolution_backward, backward)

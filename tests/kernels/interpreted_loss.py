@@ -13,10 +13,15 @@ def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
 
 
+@pytest.mark.parametrize("most_held", [cross_entropy.MOST_HELD, 0])
 @pytest.mark.parametrize(("tokens", "vocabulary", "spread"), [(20, 5001, 1.0), (1, 17, 1.0), (9, 4096, 30.0)])
-def test_fused_equals_float64(tokens: int, vocabulary: int, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in uneven blocks, vocabularies off the block, logits far beyond exp's range, an incoming gradient."""
-    monkeypatch.setattr(cross_entropy, "ROWS", 7)
+def test_fused_equals_float64(
+    tokens: int, vocabulary: int, spread: float, most_held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in uneven blocks, held or read twice, vocabularies off the block, logits beyond exp's range."""
+    monkeypatch.setattr(cross_entropy, "logit_rows", lambda *_: 7)
+    monkeypatch.setattr(cross_entropy, "MOST_HELD", most_held)
+    monkeypatch.setattr(cross_entropy, "BLOCK", 1024)
     generator = torch.Generator().manual_seed(0)
     hidden = (torch.randn(tokens, 16, generator=generator) * spread).requires_grad_()
     weight = torch.randn(vocabulary, 16, generator=generator).requires_grad_()
@@ -55,9 +60,10 @@ def test_without_gradients_the_same_loss() -> None:
     assert abs(loss.item() / reference(hidden, weight, targets).item() - 1) < 1e-6
 
 
+@pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("vocabulary", [1000, 2048, 5001])
-def test_a_16_bit_gradient_takes_the_place_of_the_logits(vocabulary: int) -> None:
-    """Rows of fp16 over their own fp32 logits, several blocks of columns in a row."""
+def test_a_16_bit_gradient_takes_the_place_of_the_logits(vocabulary: int, held: bool) -> None:
+    """Rows of fp16 over their own fp32 logits, held or in several blocks of columns."""
     generator = torch.Generator().manual_seed(3)
     buffer = torch.randn(5, vocabulary, generator=generator) * 3
     targets, losses = torch.tensor([0, vocabulary - 1, -100, 700, 999]), torch.empty(5)
@@ -68,8 +74,9 @@ def test_a_16_bit_gradient_takes_the_place_of_the_logits(vocabulary: int) -> Non
     expected[2] = 0
     rows = buffer.view(torch.float16)
     cross_entropy.cross_entropy_kernel[(5,)](
-        buffer, rows, targets, losses, vocabulary, rows.stride(0), GRADIENT=True, BLOCK=1024
-    )
+        buffer, rows, targets, losses, vocabulary, rows.stride(0), GRADIENT=True,
+        BLOCK=8192 if held else 1024, HELD=held, AHEAD=0,
+    )  # fmt: skip
     assert (rows[:, :vocabulary].double() - expected).norm() <= 1e-3 * expected.norm()
     counted = [0, 1, 3, 4]
     by_hand = -log_p[torch.arange(5), targets.clamp(min=0)]
@@ -77,10 +84,43 @@ def test_a_16_bit_gradient_takes_the_place_of_the_logits(vocabulary: int) -> Non
     assert losses[2] == 0
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_rows_of_extremes(held: bool) -> None:
+    """Logits of -inf, all far below or above 0, a peak; an ignored row whose logits are all -inf; in fp32, in place."""
+    buffer = torch.randn(6, 3000, generator=torch.Generator().manual_seed(6))
+    buffer[0, :2000] = float("-inf")
+    buffer[1] -= 1000
+    buffer[2] += 1000
+    buffer[3, 17] = 90
+    buffer[4, 1024:] = float("-inf")
+    buffer[5] = float("-inf")
+    targets, losses = torch.tensor([2500, 3, 2999, 17, 0, -100]), torch.full((6,), float("nan"))
+    log_p = torch.log_softmax(buffer[:5].double(), -1)
+    expected = log_p.exp()
+    expected[torch.arange(5), targets[:5]] -= 1
+    cross_entropy.cross_entropy_kernel[(6,)](
+        buffer, buffer, targets, losses, 3000, 3000, GRADIENT=True, BLOCK=4096 if held else 1024, HELD=held, AHEAD=0
+    )
+    torch.testing.assert_close(losses[:5].double(), -log_p[torch.arange(5), targets[:5]], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(buffer[:5].double(), expected, rtol=2e-6, atol=1e-7)
+    assert losses[5] == 0 and not buffer[5].any()
+
+
+def test_launch_shapes() -> None:
+    """Every row that registers hold has 32 columns in a thread."""
+    device = torch.device("cpu")
+    shapes = {V: cross_entropy.launch_shape(V, device) for V in (2, 1024, 1025, 32000, 32768, 32769, 128256)}
+    assert [shape["HELD"] for shape in shapes.values()] == [True] * 5 + [False] * 2
+    assert [shape["BLOCK"] for shape in shapes.values()] == [1024, 1024, 2048, 32768, 32768, 16384, 16384]
+    assert [shape["num_warps"] for shape in shapes.values()] == [1, 1, 2, 32, 32, 32, 32]
+
+
 def test_the_incoming_gradient_is_not_rounded() -> None:
     """1 / 1000 lies 0.1 % off the nearest bf16 number and would scale the whole gradient by that."""
     x = torch.randn(3, 1000, generator=torch.Generator().manual_seed(4)).to(torch.float16)
     factor = torch.tensor(1e-3)
-    got = cross_entropy._scaled(x, factor)
+    got = cross_entropy._scaled(x, factor, torch.float16)
     assert got.dtype == torch.float16
     torch.testing.assert_close(got, (x.float() * factor).half())
+    wide = torch.randn(3, 1000, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(cross_entropy._scaled(wide, factor, torch.float16), (wide * factor).half())

@@ -10,37 +10,51 @@ from torch import Tensor
 
 from efla_kernels.triton.arguments import rows_in_place
 from efla_kernels.triton.convolution_kernels import convolution_gradient_kernel, convolution_kernel
-from efla_kernels.triton.eager import differentiable, traced
+from efla_kernels.triton.eager import differentiable, traced, wants_gradient
 
-MOST_TAPS = 4  # the kernels are written for four; a shorter convolution has zeros in front
 PARTS = 3
+SHORTEST = 32  # tokens of a strip in the backward pass: the 3 of the next one that it reads as well are a tenth
+FEWEST_PROGRAMS = 2112  # of one warp: 16 on each of an H200's multiprocessors, which has registers for as many
 
 
 class Block(NamedTuple):
-    """Tokens of a strip, strips and channels of a program, warps."""
+    """Tokens of a strip (backwards the most), strips and channels of a program, warps, stages of its loop."""
 
     strip: int
     rows: int
     channels: int
     warps: int
+    stages: int = 1
 
 
 FORWARD = Block(strip=64, rows=2, channels=128, warps=2)
-BACKWARD = Block(strip=64, rows=2, channels=128, warps=2)
+BACKWARD = Block(strip=512, rows=1, channels=128, warps=1, stages=4)
 
 
-def _flags(block: Block, B: int, T: int, widths: list[int], W: int) -> tuple[int, int, dict[str, Any]]:
-    """(strips, programs along the strips, constants of a launch)."""
-    strip = min(block.strip, max(4, triton.next_power_of_2(T)))
-    strips = B * -(-T // strip)
-    rows = min(block.rows, triton.next_power_of_2(strips))
+def strip_of(block: Block, B: int, T: int, blocks: int) -> int:
+    """Tokens of a strip of the backward pass, for B rows of T tokens in `blocks` blocks of channels.
+
+    Long strips spare the table of sums and the tokens that two strips read, but a loop that waits for memory needs
+    other programs beside it: the longest strip of which there are enough.
+    """
+    strip = block.strip
+    while strip > SHORTEST and B * -(-T // strip) * blocks < FEWEST_PROGRAMS:
+        strip //= 2
+    return _no_longer(strip, T)
+
+
+def _no_longer(strip: int, T: int) -> int:
+    return min(strip, max(4, triton.next_power_of_2(T)))
+
+
+def _flags(block: Block, widths: list[int], W: int) -> dict[str, Any]:
+    """Constants of a launch that both directions have."""
     D0, D1, D2 = (*widths, *[0] * (PARTS - len(widths)))
-    flags = {
-        "D0": D0, "D1": D1, "D2": D2, "W": W, "STRIP": strip, "ROWS": rows, "BLOCK": block.channels,
+    return {
+        "D0": D0, "D1": D1, "D2": D2, "W": W, "BLOCK": block.channels,
         "BLOCKS": sum(-(-width // block.channels) for width in widths),
         "EVEN": all(width % block.channels == 0 for width in widths), "num_warps": block.warps,
     }  # fmt: skip
-    return strips, -(-strips // rows), flags
 
 
 def _three(parts: list[Tensor]) -> list[Tensor]:
@@ -48,21 +62,31 @@ def _three(parts: list[Tensor]) -> list[Tensor]:
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, starts: Tensor | None, widths: list[int]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    starts: Tensor | None,
+    scale: Tensor | None,
+    widths: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The parts y [B, T, width] of the convolution of x [B, T, D], empty where there are fewer than three.
 
     Arguments as `short_convolution` checked them; starts: int32 [T], the first token of each token's document, for
-    packed rows.
+    packed rows; scale: fp32 [B, T], the rows' factors.
     """
     x, weight = rows_in_place(x), weight.contiguous()
     B, T, _ = x.shape
     parts = [x.new_empty(B, T, width) for width in widths]
-    strips, programs, flags = _flags(FORWARD, B, T, widths, weight.shape[1])
+    flags, strip = _flags(FORWARD, widths, weight.shape[1]), _no_longer(FORWARD.strip, T)
+    strips = B * -(-T // strip)
+    rows = min(FORWARD.rows, triton.next_power_of_2(strips))
+    programs = -(-strips // rows)
     convolution_kernel[(programs * flags["BLOCKS"],)](
         x, weight, weight if bias is None else bias, x if state is None else state.contiguous(),
-        x if starts is None else starts, *_three(parts), T, strips, stride=x.stride(1),
-        BIAS=bias is not None, STATE=state is not None, PACKED=starts is not None, **flags,
+        x if starts is None else starts, x if scale is None else scale.contiguous(), *_three(parts), T, strips,
+        stride=x.stride(1), BIAS=bias is not None, STATE=state is not None, PACKED=starts is not None,
+        SCALED=scale is not None, STRIP=strip, ROWS=rows, **flags,
     )  # fmt: skip
     first, second, third = (*parts, *(x.new_empty(0) for _ in range(PARTS - len(parts))))
     return first, second, third
@@ -72,7 +96,7 @@ convolution = torch.library.custom_op("efla_kernels::convolution", _forward, mut
 
 
 @convolution.register_fake
-def _(x, weight, bias, state, starts, widths):
+def _(x, weight, bias, state, starts, scale, widths):
     parts = [x.new_empty(x.shape[0], x.shape[1], width) for width in widths]
     return (*parts, *(x.new_empty(0) for _ in range(PARTS - len(parts))))
 
@@ -84,6 +108,7 @@ def _backward(
     bias: Tensor | None,
     state: Tensor | None,
     starts: Tensor | None,
+    scale: Tensor | None,
     widths: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, dweight fp32 [D, W], dbias fp32 [D], dstate; the last two empty where there is none)."""
@@ -91,23 +116,26 @@ def _backward(
     (B, T, D), W = x.shape, weight.shape[1]
     dx = x.new_empty(B, T, D)
     d_state = x.new_empty(0) if state is None else torch.zeros_like(state, memory_format=torch.contiguous_format)
-    strips, programs, flags = _flags(BACKWARD, B, T, widths, W)
-    table = x.new_empty(programs, MOST_TAPS + 1, D, dtype=torch.float32)
-    convolution_gradient_kernel[(programs * flags["BLOCKS"],)](
+    flags = _flags(BACKWARD, widths, W)
+    strip = strip_of(BACKWARD, B, T, flags["BLOCKS"])
+    strips = B * -(-T // strip)
+    table = x.new_empty(strips, D, W, dtype=torch.float32)
+    bias_table = x.new_empty((strips, D) if bias is not None else 0, dtype=torch.float32)
+    convolution_gradient_kernel[(strips * flags["BLOCKS"],)](
         x, weight, weight if bias is None else bias, x if state is None else state.contiguous(),
-        x if starts is None else starts, *_three([part.contiguous() for part in dy]), dx, d_state, table, T, strips,
-        stride=x.stride(1), BIAS=bias is not None, STATE=state is not None, PACKED=starts is not None, **flags,
+        x if starts is None else starts, x if scale is None else scale.contiguous(),
+        *_three([part.contiguous() for part in dy]), dx, d_state, table, bias_table, T,
+        stride=x.stride(1), BIAS=bias is not None, STATE=state is not None, PACKED=starts is not None,
+        SCALED=scale is not None, STRIP=strip, STAGES=BACKWARD.stages, WHOLE=T % strip == 0, **flags,
     )  # fmt: skip
-    sums = table.sum(0)
-    d_bias = sums[MOST_TAPS].clone() if bias is not None else sums.new_empty(0)
-    return dx, sums[:W].flip(0).t().contiguous(), d_bias, d_state
+    return dx, table.sum(0), bias_table.sum(0) if bias is not None else bias_table, d_state
 
 
 convolution_backward = torch.library.custom_op("efla_kernels::convolution_backward", _backward, mutates_args=())
 
 
 @convolution_backward.register_fake
-def _(dy, x, weight, bias, state, starts, widths):
+def _(dy, x, weight, bias, state, starts, scale, widths):
     fp32 = {"dtype": torch.float32}
     return (
         x.new_empty(x.shape),
@@ -125,18 +153,66 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _gradient(ctx: Any, *dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, weight, bias, state, starts = ctx.saved_tensors
+    x, weight, bias, state, starts, scale = ctx.saved_tensors
     given = [x.new_zeros(*x.shape[:2], width) if part is None else part for part, width in zip(dy, ctx.widths)]
     backward = convolution_backward if traced() else _backward
-    dx, d_weight, d_bias, d_state = backward(given, x, weight, bias, state, starts, ctx.widths)
+    dx, d_weight, d_bias, d_state = backward(given, x, weight, bias, state, starts, scale, ctx.widths)
     return (
         dx,
         d_weight.to(weight.dtype),
         None if bias is None else d_bias.to(bias.dtype),
         None if state is None else d_state,
         None,
+        None,  # of the factors: they count as constants
         None,
     )
 
 
-convolve = differentiable(convolution, _forward, _setup, _gradient)
+_whole = differentiable(convolution, _forward, _setup, _gradient)
+
+
+class _LastApart(torch.autograd.Function):
+    """The last part by an op of its own, so that a graph may compute the others again without it; one gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor | None,
+        starts: Tensor | None,
+        scale: Tensor | None,
+        widths: list[int],
+    ) -> tuple[Tensor, ...]:
+        _setup(ctx, (x, weight, bias, state, starts, scale, widths), ())
+        cut = sum(widths[:-1])
+        parts: list[Tensor] = []
+        for channels, cut_widths in ((slice(0, cut), widths[:-1]), (slice(cut, None), widths[-1:])):
+            some = convolution(
+                x[..., channels], weight[channels], None if bias is None else bias[channels],
+                None if state is None else state[..., channels], starts, scale, cut_widths,
+            )  # fmt: skip
+            parts += some[: len(cut_widths)]
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradient(ctx, *dy)
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    starts: Tensor | None,
+    scale: Tensor | None,
+    widths: list[int],
+    last_apart: bool,
+) -> tuple[Tensor, ...]:
+    """The parts y; last_apart: see `short_convolution`."""
+    arguments = (x, weight, bias, state, starts, scale, widths)
+    if last_apart and len(widths) > 1 and traced() and wants_gradient(arguments):
+        return _LastApart.apply(*arguments)
+    return _whole(*arguments)[: len(widths)]

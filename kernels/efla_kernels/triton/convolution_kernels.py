@@ -1,12 +1,19 @@
 """Short causal depthwise convolution and SiLU, forward and backward, for several outputs in one launch.
 
-    z_t = bias + sum_j w_j x_{t-j}  (j < W, w_0 the last tap),   y_t = z_t sigmoid(z_t)
-    dz_t = dy_t s (1 + z (1 - s)),  s = sigmoid(z_t);   dx_t = sum_j w_j dz_{t+j};   dw_j = sum_t dz_t x_{t-j}
+    z_t = bias + sum_j w_j u_{t-j}  (j < W, w_0 the last tap; u_t = r_t x_t),   y_t = z_t sigmoid(z_t)
+    dz_t = dy_t s (1 + z (1 - s)),  s = sigmoid(z_t);   dx_t = r_t sum_j w_j dz_{t+j};   dw_j = sum_t dz_t u_{t-j}
 
-A program marches through STRIP tokens of BLOCK channels (ROWS strips side by side): the last three inputs, or the
-gradients of the last three inputs that are not complete yet, stay in registers, so that every tensor moves once, z is
-computed once in the backward pass, and the sums of dw and dbias need no exchange between threads. Each program writes
-its sums into a row of a table, which PyTorch adds up: no atomics, the same bits in every run.
+r_t are the rows' factors, 1 where there are none.
+
+A program marches through STRIP tokens of BLOCK channels: the last three inputs, or the gradients of the last three
+inputs that are not complete yet, stay in registers, so that every tensor moves once, z is computed once in the backward
+pass, and the sums of dw and dbias need no exchange between threads. Each program writes its sums into a row of a table,
+which PyTorch adds up: no atomics, the same bits in every run.
+
+The forward pass has ROWS strips side by side and loads four tokens ahead into registers. The backward pass has one
+strip, so that what depends on the token alone is a scalar, and loads STAGES - 1 times four tokens ahead into shared
+memory (Triton makes that of the loop of `tl.range`, where loads are of four bytes or more). WHOLE says that its strips
+are full, T a multiple of STRIP: then four tokens at a time are there and no load needs a mask for them.
 """
 
 from __future__ import annotations
@@ -40,6 +47,17 @@ def sigmoid(z):
 
 
 @triton.jit
+def widened(x):
+    """x in fp32. bf16 two at a time, for which two instructions do; by Triton's own conversion it takes three."""
+    if INTERPRETED or x.dtype != tl.bfloat16:
+        return x.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+
+
+@triton.jit
 def part_of(block, y0, y1, y2, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, BLOCK: tl.constexpr):
     """(tensor, width, first channel, first column) of a channel block; no block reaches into two of the parts."""
     end0: tl.constexpr = (D0 + BLOCK - 1) // BLOCK
@@ -63,9 +81,29 @@ def tap(weight, channels, inside, J: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def before_strip(x, state, b, t, T, stride, channels, inside, D: tl.constexpr, W: tl.constexpr, STATE: tl.constexpr):
+def factor_at(scale, place, t, T, there, J: tl.constexpr, SCALED: tl.constexpr):
+    """The factor of token t + J; zero where there is no such token. there: whether there is such a strip."""
+    if SCALED:
+        return tl.load(scale + (place + J), mask=there & (t + J >= 0) & (t + J < T), other=0.0)
+    else:
+        return place  # never read
+
+
+@triton.jit
+def times(x, factor, SCALED: tl.constexpr):
+    """x in fp32, times its row's factor."""
+    if SCALED:
+        return x.to(tl.float32) * factor
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def before_strip(x, scale, state, b, t, T, stride, channels, there, inside, D: tl.constexpr,
+                 W: tl.constexpr, STATE: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
     """The input at token t < T of row b, in fp32: from `state` where t < 0, zeros where there is none."""
-    value = tl.load(x + (b * T + t) * stride + channels, mask=inside & (t >= 0) & (t < T), other=0.0).to(tl.float32)
+    value = tl.load(x + (b * T + t) * stride + channels, mask=inside & (t >= 0) & (t < T), other=0.0)
+    value = times(value, factor_at(scale, b * T + t, t, T, there, 0, SCALED), SCALED)
     if STATE:
         held = inside & (t < 0) & (t >= 1 - W)
         value += tl.load(state + (b * (W - 1) + (t + W - 1)) * D + channels, mask=held, other=0.0).to(tl.float32)
@@ -83,30 +121,19 @@ def row_at(base, place, t, T, end, stride, columns, inside, J: tl.constexpr):
 
 
 @triton.jit
-def same_document(starts, t, T, PACKED: tl.constexpr):
-    """Whether tokens t-1, t-2, t-3 belong to t's document. Equal rows: always, what lies before them is zero."""
-    if PACKED:
-        start = tl.load(starts + t, mask=t < T, other=0)
-        return t - 1 >= start, t - 2 >= start, t - 3 >= start
-    else:
-        return t >= 0, t >= 0, t >= 0
-
-
-@triton.jit
-def masked_taps(starts, t, T, h1, h2, h3, PACKED: tl.constexpr):
-    """The inputs before token t, zeros where they belong to another document."""
-    if PACKED:
-        m1, m2, m3 = same_document(starts, t, T, PACKED)
-        return tl.where(m1, h1, 0.0), tl.where(m2, h2, 0.0), tl.where(m3, h3, 0.0)
-    else:
-        return h1, h2, h3
+def same_document(starts, t, T):
+    """Whether tokens t-1, t-2, t-3 of packed rows belong to t's document."""
+    start = tl.load(starts + t, mask=t < T, other=0)
+    return t - 1 >= start, t - 2 >= start, t - 3 >= start
 
 
 @triton.jit
 def activate(base, place, t, T, end, width, columns, inside, starts, x, h1, h2, h3, w0, w1, w2, w3, bias,
              J: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """Store y of token t + J, whose input is x and whose earlier ones are h1, h2, h3."""
-    h1, h2, h3 = masked_taps(starts, t + J, T, h1, h2, h3, PACKED)
+    if PACKED:
+        m1, m2, m3 = same_document(starts, t + J, T)
+        h1, h2, h3 = tl.where(m1, h1, 0.0), tl.where(m2, h2, 0.0), tl.where(m3, h3, 0.0)
     z = bias + w0 * x + w1 * h1 + w2 * h2 + w3 * h3
     y = z * sigmoid(z)
     keep = inside & (t + J < end) & (t + J < T)
@@ -120,6 +147,7 @@ def convolution_kernel(
     bias,  # [D]; BIAS only
     state,  # [B, W-1, D]; STATE only
     starts,  # [T] first token of each token's document; PACKED only
+    scale,  # [B, T] fp32, the rows' factors; SCALED only
     y0,  # out [B, T, D0], and the two other parts
     y1,
     y2,
@@ -138,6 +166,7 @@ def convolution_kernel(
     BIAS: tl.constexpr,
     STATE: tl.constexpr,
     PACKED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     D: tl.constexpr = D0 + D1 + D2
     y, width, before, column = part_of(tl.program_id(0) % BLOCKS, y0, y1, y2, D0, D1, D2, BLOCK)
@@ -147,7 +176,8 @@ def convolution_kernel(
     t = index % per_row * STRIP
     end = tl.where(index < strips, t + STRIP, 0)
     columns = column + tl.arange(0, BLOCK)[None, :] + tl.zeros([ROWS, 1], tl.int32)
-    inside = index < strips
+    there = index < strips
+    inside = there
     if not EVEN:
         inside = inside & (columns < width)
     channels = before + columns
@@ -158,20 +188,24 @@ def convolution_kernel(
     shift = tl.zeros([ROWS, BLOCK], tl.float32)
     if BIAS:
         shift = tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
-    h3 = before_strip(x, state, row, t - 3, T, stride, channels, inside, D, W, STATE)
-    h2 = before_strip(x, state, row, t - 2, T, stride, channels, inside, D, W, STATE)
-    h1 = before_strip(x, state, row, t - 1, T, stride, channels, inside, D, W, STATE)
+    h3 = before_strip(x, scale, state, row, t - 3, T, stride, channels, there, inside, D, W, STATE, SCALED)
+    h2 = before_strip(x, scale, state, row, t - 2, T, stride, channels, there, inside, D, W, STATE, SCALED)
+    h1 = before_strip(x, scale, state, row, t - 1, T, stride, channels, there, inside, D, W, STATE, SCALED)
     place = row * T + t
     n0 = row_at(x, place, t, T, end, stride, channels, inside, 0)
     n1 = row_at(x, place, t, T, end, stride, channels, inside, 1)
     n2 = row_at(x, place, t, T, end, stride, channels, inside, 2)
     n3 = row_at(x, place, t, T, end, stride, channels, inside, 3)
+    f0, f1 = factor_at(scale, place, t, T, there, 0, SCALED), factor_at(scale, place, t, T, there, 1, SCALED)
+    f2, f3 = factor_at(scale, place, t, T, there, 2, SCALED), factor_at(scale, place, t, T, there, 3, SCALED)
     for _ in range(STRIP // 4):
-        x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+        x0, x1, x2, x3 = times(n0, f0, SCALED), times(n1, f1, SCALED), times(n2, f2, SCALED), times(n3, f3, SCALED)
         n0 = row_at(x, place, t, T, end, stride, channels, inside, 4)  # under way while these four are computed
         n1 = row_at(x, place, t, T, end, stride, channels, inside, 5)
         n2 = row_at(x, place, t, T, end, stride, channels, inside, 6)
         n3 = row_at(x, place, t, T, end, stride, channels, inside, 7)
+        f0, f1 = factor_at(scale, place, t, T, there, 4, SCALED), factor_at(scale, place, t, T, there, 5, SCALED)
+        f2, f3 = factor_at(scale, place, t, T, there, 6, SCALED), factor_at(scale, place, t, T, there, 7, SCALED)
         activate(y, place, t, T, end, width, columns, inside, starts, x0, h1, h2, h3, w0, w1, w2, w3, shift, 0, PACKED)
         activate(y, place, t, T, end, width, columns, inside, starts, x1, x0, h1, h2, w0, w1, w2, w3, shift, 1, PACKED)
         activate(y, place, t, T, end, width, columns, inside, starts, x2, x1, x0, h1, w0, w1, w2, w3, shift, 2, PACKED)
@@ -185,7 +219,29 @@ def convolution_kernel(
 def slope(dy, z):
     """dL/dz from dL/dy."""
     s = sigmoid(z)
-    return dy * s * (1.0 + z * (1.0 - s))
+    return dy * (s + s * (z - s * z))
+
+
+@triton.jit
+def token(rows, t, T, inside, J: tl.constexpr, stride, WHOLE: tl.constexpr, EVEN: tl.constexpr):
+    """Token t + J in fp32, zeros from T on; rows: addresses of token t, from which it is a constant away."""
+    if WHOLE and EVEN:
+        return widened(tl.load(rows + J * stride))
+    elif WHOLE:
+        return widened(tl.load(rows + J * stride, mask=inside, other=0.0))
+    else:
+        return widened(tl.load(rows + J * stride, mask=inside & (t + J < T), other=0.0))
+
+
+@triton.jit
+def factor(scale, place, t, T, J: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr):
+    """The factor of token t + J, 1 without factors."""
+    if SCALED and WHOLE:
+        return tl.load(scale + (place + J))
+    elif SCALED:
+        return tl.load(scale + (place + J), mask=t + J < T, other=0.0)
+    else:
+        return tl.full([], 1.0, tl.float32)
 
 
 @triton.jit
@@ -198,8 +254,9 @@ def gradient_step(
     h: the inputs before t; p: what dx of t-1, t-2, t-3 had so far. Without COUNT the sums stay: the token is another
     strip's, whose gradient only completes dx here.
     """
-    m1, m2, m3 = same_document(starts, t, T, PACKED)
-    h1, h2, h3 = masked_taps(starts, t, T, h1, h2, h3, PACKED)
+    if PACKED:
+        m1, m2, m3 = same_document(starts, t, T)
+        h1, h2, h3 = tl.where(m1, h1, 0.0), tl.where(m2, h2, 0.0), tl.where(m3, h3, 0.0)
     dz = slope(dy, bias + w0 * x + w1 * h1 + w2 * h2 + w3 * h3)
     if COUNT:
         s0 += dz * x
@@ -218,142 +275,160 @@ def gradient_step(
 
 
 @triton.jit
-def store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, value, J: tl.constexpr, D: tl.constexpr,
-             W: tl.constexpr, STATE: tl.constexpr):  # fmt: skip
+def store_dx(rows, d_state, b, t, T, first, channels, inside, value, factor, J: tl.constexpr, D: tl.constexpr,
+             W: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, STATE: tl.constexpr,
+             SCALED: tl.constexpr):  # fmt: skip
     """dx of token u = t + J where it is the strip's own; the state's gradient where u lies before the row's first."""
     u = t + J
-    keep = inside & (u >= first) & (u < end) & (u < T)
-    tl.store(dx + ((place + J) * D + channels), value.to(dx.dtype.element_ty), mask=keep)
+    value = times(value, factor, SCALED)
+    narrow = value.to(rows.dtype.element_ty)
+    if WHOLE and EVEN and J >= 0:
+        tl.store(rows + J * D, narrow)
+    elif WHOLE and EVEN:
+        tl.store(rows + J * D, narrow, mask=t > first)
+    elif WHOLE:
+        tl.store(rows + J * D, narrow, mask=inside & (u >= first))
+    else:
+        tl.store(rows + J * D, narrow, mask=inside & (u >= first) & (u < T))
     if STATE:
         held = inside & (u < 0) & (u >= 1 - W)
-        at = d_state + (row * (W - 1) + (u + W - 1)) * D + channels
+        at = d_state + (b * (W - 1) + (u + W - 1)) * D + channels
         tl.store(at, value.to(d_state.dtype.element_ty), mask=held)
 
 
-@triton.jit(do_not_specialize=["T", "strips"])
+@triton.jit(do_not_specialize=["T"])
 def convolution_gradient_kernel(
     x,  # as the forward kernel's
     weight,
     bias,
     state,
     starts,
+    scale,
     dy0,  # [B, T, D0], and the two other parts
     dy1,
     dy2,
     dx,  # out [B, T, D]
     d_state,  # out [B, W-1, D]; STATE only
-    table,  # out [programs / BLOCKS, 5, D] fp32: the sums of dw_0 .. dw_3 and dbias over a program's tokens
+    table,  # out [strips, D, W] fp32: the sums of dw over a program's tokens
+    bias_table,  # out [strips, D] fp32: those of dbias; BIAS only
     T,
-    strips,
     stride: tl.constexpr,
     D0: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
     W: tl.constexpr,
     STRIP: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
     STATE: tl.constexpr,
     PACKED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     D: tl.constexpr = D0 + D1 + D2
     dy, width, before, column = part_of(tl.program_id(0) % BLOCKS, dy0, dy1, dy2, D0, D1, D2, BLOCK)
-    index = tl.program_id(0) // BLOCKS * ROWS + tl.arange(0, ROWS)[:, None]
+    strip = (tl.program_id(0) // BLOCKS).to(tl.int64)
     per_row = tl.cdiv(T, STRIP)
-    row = (index // per_row).to(tl.int64)
-    t = index % per_row * STRIP
+    row = strip // per_row
+    t = (tl.program_id(0) // BLOCKS) % per_row * STRIP
     first = t
-    end = t + STRIP
-    columns = column + tl.arange(0, BLOCK)[None, :] + tl.zeros([ROWS, 1], tl.int32)
-    inside = index < strips
-    if not EVEN:
-        inside = inside & (columns < width)
+    columns = column + tl.arange(0, BLOCK)
+    inside = columns < width
     channels = before + columns
     w0 = tap(weight, channels, inside, 0, W)
     w1 = tap(weight, channels, inside, 1, W)
     w2 = tap(weight, channels, inside, 2, W)
     w3 = tap(weight, channels, inside, 3, W)
-    shift = tl.zeros([ROWS, BLOCK], tl.float32)
+    shift = tl.zeros([BLOCK], tl.float32)
     if BIAS:
         shift = tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
-    h3 = before_strip(x, state, row, t - 3, T, stride, channels, inside, D, W, STATE)
-    h2 = before_strip(x, state, row, t - 2, T, stride, channels, inside, D, W, STATE)
-    h1 = before_strip(x, state, row, t - 1, T, stride, channels, inside, D, W, STATE)
-    p1 = tl.zeros([ROWS, BLOCK], tl.float32)
-    p2 = tl.zeros([ROWS, BLOCK], tl.float32)
-    p3 = tl.zeros([ROWS, BLOCK], tl.float32)
-    s0 = tl.zeros([ROWS, BLOCK], tl.float32)
-    s1 = tl.zeros([ROWS, BLOCK], tl.float32)
-    s2 = tl.zeros([ROWS, BLOCK], tl.float32)
-    s3 = tl.zeros([ROWS, BLOCK], tl.float32)
-    sb = tl.zeros([ROWS, BLOCK], tl.float32)
+    h3 = before_strip(x, scale, state, row, t - 3, T, stride, channels, True, inside, D, W, STATE, SCALED)
+    h2 = before_strip(x, scale, state, row, t - 2, T, stride, channels, True, inside, D, W, STATE, SCALED)
+    h1 = before_strip(x, scale, state, row, t - 1, T, stride, channels, True, inside, D, W, STATE, SCALED)
+    p1 = tl.zeros([BLOCK], tl.float32)
+    p2 = tl.zeros([BLOCK], tl.float32)
+    p3 = tl.zeros([BLOCK], tl.float32)
+    s0 = tl.zeros([BLOCK], tl.float32)
+    s1 = tl.zeros([BLOCK], tl.float32)
+    s2 = tl.zeros([BLOCK], tl.float32)
+    s3 = tl.zeros([BLOCK], tl.float32)
+    sb = tl.zeros([BLOCK], tl.float32)
     place = row * T + t
-    n0 = row_at(x, place, t, T, T, stride, channels, inside, 0)
-    n1 = row_at(x, place, t, T, T, stride, channels, inside, 1)
-    n2 = row_at(x, place, t, T, T, stride, channels, inside, 2)
-    n3 = row_at(x, place, t, T, T, stride, channels, inside, 3)
-    g0 = row_at(dy, place, t, T, T, width, columns, inside, 0)
-    g1 = row_at(dy, place, t, T, T, width, columns, inside, 1)
-    g2 = row_at(dy, place, t, T, T, width, columns, inside, 2)
-    g3 = row_at(dy, place, t, T, T, width, columns, inside, 3)
-    for _ in range(STRIP // 4):
-        x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
-        d0, d1, d2, d3 = g0.to(tl.float32), g1.to(tl.float32), g2.to(tl.float32), g3.to(tl.float32)
-        n0 = row_at(x, place, t, T, T, stride, channels, inside, 4)  # under way while these four are computed
-        n1 = row_at(x, place, t, T, T, stride, channels, inside, 5)
-        n2 = row_at(x, place, t, T, T, stride, channels, inside, 6)
-        n3 = row_at(x, place, t, T, T, stride, channels, inside, 7)
-        g0 = row_at(dy, place, t, T, T, width, columns, inside, 4)
-        g1 = row_at(dy, place, t, T, T, width, columns, inside, 5)
-        g2 = row_at(dy, place, t, T, T, width, columns, inside, 6)
-        g3 = row_at(dy, place, t, T, T, width, columns, inside, 7)
+    x += place * stride + channels
+    dy += place * width + columns
+    dx += place * D + channels
+    c1 = tl.full([], 1.0, tl.float32)
+    c2, c3 = c1, c1  # the factors of tokens t-1, t-2, t-3, whose dx this strip stores from its fourth token on
+    for _ in tl.range(STRIP // 4 if WHOLE else tl.cdiv(tl.minimum(T - t, STRIP), 4), num_stages=STAGES):
+        x0, d0 = token(x, t, T, inside, 0, stride, WHOLE, EVEN), token(dy, t, T, inside, 0, width, WHOLE, EVEN)
+        x1, d1 = token(x, t, T, inside, 1, stride, WHOLE, EVEN), token(dy, t, T, inside, 1, width, WHOLE, EVEN)
+        x2, d2 = token(x, t, T, inside, 2, stride, WHOLE, EVEN), token(dy, t, T, inside, 2, width, WHOLE, EVEN)
+        x3, d3 = token(x, t, T, inside, 3, stride, WHOLE, EVEN), token(dy, t, T, inside, 3, width, WHOLE, EVEN)
+        # read where they are used: then the loop loads them ahead as well
+        f0, f1 = factor(scale, place, t, T, 0, WHOLE, SCALED), factor(scale, place, t, T, 1, WHOLE, SCALED)
+        f2, f3 = factor(scale, place, t, T, 2, WHOLE, SCALED), factor(scale, place, t, T, 3, WHOLE, SCALED)
+        x0, x1, x2, x3 = times(x0, f0, SCALED), times(x1, f1, SCALED), times(x2, f2, SCALED), times(x3, f3, SCALED)
         o0, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
             t, T, starts, x0, h1, h2, h3, d0, p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb, True,
             PACKED, BIAS,
         )  # fmt: skip
+        store_dx(dx, d_state, row, t, T, first, channels, inside, o0, c3, -3, D, W, WHOLE, EVEN, STATE, SCALED)
         o1, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
             t + 1, T, starts, x1, x0, h1, h2, d1, p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb, True,
             PACKED, BIAS,
         )  # fmt: skip
+        store_dx(dx, d_state, row, t, T, first, channels, inside, o1, c2, -2, D, W, WHOLE, EVEN, STATE, SCALED)
         o2, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
             t + 2, T, starts, x2, x1, x0, h1, d2, p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb, True,
             PACKED, BIAS,
         )  # fmt: skip
+        store_dx(dx, d_state, row, t, T, first, channels, inside, o2, c1, -1, D, W, WHOLE, EVEN, STATE, SCALED)
         o3, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
             t + 3, T, starts, x3, x2, x1, x0, d3, p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb, True,
             PACKED, BIAS,
         )  # fmt: skip
-        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o0, -3, D, W, STATE)
-        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o1, -2, D, W, STATE)
-        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o2, -1, D, W, STATE)
-        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o3, 0, D, W, STATE)
+        store_dx(dx, d_state, row, t, T, first, channels, inside, o3, f0, 0, D, W, WHOLE, EVEN, STATE, SCALED)
         h1, h2, h3 = x3, x2, x1
+        c1, c2, c3 = f3, f2, f1
         t += 4
         place += 4
+        x += 4 * stride
+        dy += 4 * width
+        dx += 4 * D
     # three tokens of the next strip complete dx of this one's last three
-    x0, x1, x2 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32)
-    o0, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
-        t, T, starts, x0, h1, h2, h3, g0.to(tl.float32), p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb,
-        False, PACKED, BIAS,
-    )  # fmt: skip
-    o1, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
-        t + 1, T, starts, x1, x0, h1, h2, g1.to(tl.float32), p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb,
-        False, PACKED, BIAS,
-    )  # fmt: skip
-    o2, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
-        t + 2, T, starts, x2, x1, x0, h1, g2.to(tl.float32), p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb,
-        False, PACKED, BIAS,
-    )  # fmt: skip
-    store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o0, -3, D, W, False)
-    store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o1, -2, D, W, False)
-    store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o2, -1, D, W, False)
-    lane = column + tl.arange(0, BLOCK)
-    at = table + (tl.program_id(0) // BLOCKS).to(tl.int64) * 5 * D + before + lane
-    tl.store(at, tl.sum(s0, 0), mask=lane < width)
-    tl.store(at + D, tl.sum(s1, 0), mask=lane < width)
-    tl.store(at + 2 * D, tl.sum(s2, 0), mask=lane < width)
-    tl.store(at + 3 * D, tl.sum(s3, 0), mask=lane < width)
-    tl.store(at + 4 * D, tl.sum(sb, 0), mask=lane < width)
+    o0, o1, o2 = p3, p2, p1
+    if t < T:
+        x0, d0 = token(x, t, T, inside, 0, stride, WHOLE, EVEN), token(dy, t, T, inside, 0, width, WHOLE, EVEN)
+        x1, d1 = token(x, t, T, inside, 1, stride, WHOLE, EVEN), token(dy, t, T, inside, 1, width, WHOLE, EVEN)
+        x2, d2 = token(x, t, T, inside, 2, stride, WHOLE, EVEN), token(dy, t, T, inside, 2, width, WHOLE, EVEN)
+        x0 = times(x0, factor(scale, place, t, T, 0, WHOLE, SCALED), SCALED)
+        x1 = times(x1, factor(scale, place, t, T, 1, WHOLE, SCALED), SCALED)
+        x2 = times(x2, factor(scale, place, t, T, 2, WHOLE, SCALED), SCALED)
+        o0, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
+            t, T, starts, x0, h1, h2, h3, d0, p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb, False,
+            PACKED, BIAS,
+        )  # fmt: skip
+        o1, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
+            t + 1, T, starts, x1, x0, h1, h2, d1, p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb, False,
+            PACKED, BIAS,
+        )  # fmt: skip
+        o2, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
+            t + 2, T, starts, x2, x1, x0, h1, d2, p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb, False,
+            PACKED, BIAS,
+        )  # fmt: skip
+    store_dx(dx, d_state, row, t, T, first, channels, inside, o0, c3, -3, D, W, WHOLE, EVEN, False, SCALED)
+    store_dx(dx, d_state, row, t, T, first, channels, inside, o1, c2, -2, D, W, WHOLE, EVEN, False, SCALED)
+    store_dx(dx, d_state, row, t, T, first, channels, inside, o2, c1, -1, D, W, WHOLE, EVEN, False, SCALED)
+    at = table + (strip * D + channels) * W
+    tl.store(at + (W - 1), s0, mask=inside)
+    if W > 1:
+        tl.store(at + (W - 2), s1, mask=inside)
+    if W > 2:
+        tl.store(at + (W - 3), s2, mask=inside)
+    if W > 3:
+        tl.store(at + (W - 4), s3, mask=inside)
+    if BIAS:
+        tl.store(bias_table + strip * D + channels, sb, mask=inside)
