@@ -11,6 +11,8 @@ from torch import Tensor
 
 from efla_kernels.convolution import short_convolution
 
+CONSTANTS = ("dy", "row_scale")  # inputs without a gradient
+
 
 @dataclass(frozen=True)
 class ConvolutionCase:
@@ -24,12 +26,13 @@ class ConvolutionCase:
     bias: bool = False
     state: bool = False
     cu_seqlens: tuple[int, ...] | None = None
+    scaled: bool = False  # rows have factors
     op: str = "convolution"
     key_width: int = 16
     value_width: int = 16
 
     def inputs(self, seed: int, device: torch.device | str) -> dict[str, Tensor]:
-        """x, weight, bias, state as they are needed, and dy."""
+        """x, weight, bias, state and row_scale as they are needed, and dy."""
         generator = torch.Generator().manual_seed(seed)
         D = sum(self.widths)
 
@@ -41,6 +44,9 @@ class ConvolutionCase:
             tensors["bias"] = normal(D)
         if self.state:
             tensors["state"] = normal(self.batch, self.taps - 1, D)
+        if self.scaled:
+            factors = torch.exp2(4 * torch.rand(self.batch, self.tokens, generator=generator) - 2)
+            tensors["row_scale"] = factors.to(device)
         return tensors | {"dy": normal(self.batch, self.tokens, D)}
 
     def run(self, tensors: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
@@ -52,7 +58,7 @@ class ConvolutionCase:
         x, weight = leaves["x"], leaves["weight"]
         parts = short_convolution(
             x, weight, leaves.get("bias"), widths=self.widths, state=leaves.get("state"), cu_seqlens=packing,
-            backend=backend,
+            row_scale=tensors.get("row_scale"), backend=backend,
         )  # fmt: skip
         return _with_gradients("y", torch.cat(parts, -1), leaves, tensors["dy"])
 
@@ -60,6 +66,8 @@ class ConvolutionCase:
         """The definition in float64 from the same rounded inputs."""
         leaves = _leaves({name: x.double() for name, x in tensors.items()})
         x, weight = leaves["x"], leaves["weight"]
+        if self.scaled:
+            x = x * tensors["row_scale"].double()[..., None]
         before = leaves["state"] if self.state else x.new_zeros(x.shape[0], self.taps - 1, x.shape[2])
         rows = []
         for start, end in pairwise(self.cu_seqlens or (0, self.tokens)):
@@ -119,7 +127,7 @@ class LossCase:
 
 def _leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inputs that have a gradient, as leaves of a new graph."""
-    named = {name: x for name, x in tensors.items() if name != "dy" and x.is_floating_point()}
+    named = {name: x for name, x in tensors.items() if name not in CONSTANTS and x.is_floating_point()}
     return {name: x.detach().requires_grad_() for name, x in named.items()}
 
 

@@ -1,9 +1,9 @@
 """Short causal depthwise convolution followed by SiLU, for all the channels before a token mixer in one call.
 
-    y_t = silu(bias + sum_j weight[:, W-1-j] * x_{t-j}),  0 <= j < W
+    y_t = silu(bias + sum_j weight[:, W-1-j] * r_{t-j} x_{t-j}),  0 <= j < W
 
-The last tap multiplies the current token, as in torch's Conv1d with left padding. Tokens before the start of a row, or
-of its document, count as zeros.
+r, `row_scale`, is 1 by default: a norm may leave its factors to this op. The last tap multiplies the current token, as
+in torch's Conv1d with left padding. Tokens before the start of a row, or of its document, count as zeros.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def short_convolution(
     widths: Sequence[int] | None = None,
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    row_scale: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, ...]:
     """Convolve and activate x; returns the output cut into `widths` along the channels, in x's dtype.
@@ -45,25 +46,28 @@ def short_convolution(
             contiguous tensors, and their gradients need not be joined.
         state: the W-1 inputs before x, [B, W-1, D]; zeros if None. See `convolution_state` for the next one.
         cu_seqlens: [N+1] offsets of documents packed into one row (B = 1), which no tap crosses; not with a state.
+        row_scale: fp32 [B, T], a factor for each row of x that is applied in fp32 as x is read; not with a state. It
+            counts as a constant: x's gradient has it in it, and it gets none itself.
         backend: see `convolution_backend`.
 
     Raises:
-        ValueError: for shapes that do not fit, or a state in a packed row.
+        ValueError: for shapes that do not fit, a state in a packed row or with row_scale, a row_scale that is not fp32.
     """
     widths = [x.shape[-1]] if widths is None else list(widths)
-    _check(x, weight, bias, widths, state, cu_seqlens)
+    _check(x, weight, bias, widths, state, cu_seqlens, row_scale)
     starts = None if cu_seqlens is None else _starts(cu_seqlens, x.shape[1])
+    row_scale = None if row_scale is None else row_scale.detach()
     if convolution_backend(backend, x, weight.shape[1]) == "torch" or x.numel() == 0:
-        return _torch(x, weight, bias, state, starts).split(widths, -1)
+        return _torch(x, weight, bias, state, starts, row_scale).split(widths, -1)
     from efla_kernels.triton.convolution import convolve  # triton is there wherever it is chosen
 
     if state is not None:
         state = state.to(x.dtype)
     if x.is_cuda:
-        return convolve(x, weight, bias, state, starts, widths)[: len(widths)]
+        return convolve(x, weight, bias, state, starts, row_scale, widths)[: len(widths)]
     # the interpreter rounds to 16 bits by truncation: nothing of 16 bits reaches it
     bias, state = (None if t is None else t.float() for t in (bias, state))
-    parts = convolve(x.float(), weight.float(), bias, state, starts, widths)[: len(widths)]
+    parts = convolve(x.float(), weight.float(), bias, state, starts, row_scale, widths)[: len(widths)]
     return tuple(y.to(x.dtype) for y in parts)
 
 
@@ -85,10 +89,11 @@ def _check(
     widths: list[int],
     state: Tensor | None,
     cu_seqlens: Tensor | None,
+    row_scale: Tensor | None,
 ) -> None:
     if x.dim() != 3 or not x.is_floating_point():
         raise ValueError(f"x: expected a floating point tensor [B, T, D], got {x.dtype} {list(x.shape)}")
-    B, _, D = x.shape
+    B, T, D = x.shape
     if weight.dim() != 2 or weight.shape[1] < 1:
         raise ValueError(f"weight: expected [D, W] with W of at least 1, got {list(weight.shape)}")
     W = weight.shape[1]
@@ -101,7 +106,13 @@ def _check(
     if state is not None:
         if cu_seqlens is not None:
             raise ValueError("state: documents of a packed row (cu_seqlens) start from nothing; give one of the two")
+        if row_scale is not None:
+            raise ValueError("row_scale: a state holds inputs without factors; scale x itself where there is a state")
         expect_shape("state", state, (B, W - 1, D), "[B, W-1, D]")
+    if row_scale is not None:
+        expect_shape("row_scale", row_scale, (B, T), "[B, T]")
+        if row_scale.dtype != torch.float32:
+            raise ValueError(f"row_scale: expected torch.float32, got {row_scale.dtype}")
 
 
 def _starts(cu_seqlens: Tensor, T: int) -> Tensor:
@@ -110,9 +121,18 @@ def _starts(cu_seqlens: Tensor, T: int) -> Tensor:
     return cu_seqlens[document].to(torch.int32)
 
 
-def _torch(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, starts: Tensor | None) -> Tensor:
+def _torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    starts: Tensor | None,
+    row_scale: Tensor | None,
+) -> Tensor:
     """The same in PyTorch's own operations."""
-    T, W = x.shape[1], weight.shape[1]
+    T, W, dtype = x.shape[1], weight.shape[1], x.dtype
+    if row_scale is not None:
+        x = x * row_scale[..., None]  # fp32 from here on, fp64 for fp64
     gap = W - 1
     padded = F.pad(x, (0, 0, gap, 0)) if state is None else torch.cat((state.to(x.dtype), x), 1)
     if x.is_cuda or starts is not None or T <= 1:
@@ -120,11 +140,11 @@ def _torch(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
         # of a decoded token, and taps that reach another document can be left out one by one.
         y = _shifted_products(padded, weight, T, starts)
         y = y if bias is None else y + bias.to(y.dtype)
-        return F.silu(y).to(x.dtype)
+        return F.silu(y).to(dtype)
     factors, shift = weight[:, None].to(padded.dtype), None if bias is None else bias.to(padded.dtype)
     y = F.conv1d(padded.transpose(1, 2), factors, shift, groups=weight.shape[0])
     # contiguous before SiLU: its backward would otherwise walk two layouts at once
-    return F.silu(y.transpose(1, 2).contiguous())
+    return F.silu(y.transpose(1, 2).contiguous()).to(dtype)
 
 
 def _shifted_products(padded: Tensor, weight: Tensor, T: int, starts: Tensor | None) -> Tensor:

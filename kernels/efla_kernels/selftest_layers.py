@@ -24,8 +24,18 @@ CONVOLUTIONS = {
     "one tap": ConvolutionCase(batch=1, tokens=9, taps=1, bias=True),
     "packed": ConvolutionCase(batch=1, tokens=PACKED[-1], bias=True, cu_seqlens=PACKED),
     "packed across strips": ConvolutionCase(batch=1, tokens=200, cu_seqlens=(0, 64, 65, 67, 127, 130, 200)),
+    "rows with factors": ConvolutionCase(batch=3, tokens=131, bias=True, scaled=True),
+    "rows with factors, two taps": ConvolutionCase(tokens=65, taps=2, widths=(130,), scaled=True),
+    "rows with factors, one tap": ConvolutionCase(tokens=7, taps=1, widths=(16, 8), scaled=True),
+    "rows with factors, three taps, packed": ConvolutionCase(
+        batch=1, tokens=PACKED[-1], taps=3, bias=True, cu_seqlens=PACKED, scaled=True
+    ),
+    "rows with factors, packed": ConvolutionCase(
+        batch=1, tokens=200, cu_seqlens=(0, 64, 65, 67, 127, 130, 200), scaled=True
+    ),
 }
 WIDE = {
+    "8x2048, 340M, rows with factors": ConvolutionCase(batch=8, tokens=2048, widths=(1024, 1024, 1024), scaled=True),
     "8x2048, 340M": ConvolutionCase(batch=8, tokens=2048, widths=(1024, 1024, 1024)),
     "3x1001, Mamba-2 340M": ConvolutionCase(batch=3, tokens=1001, widths=(2048, 128, 128), bias=True),
     "packed, 256 wide": ConvolutionCase(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from efla_kernels import convolution_state, short_convolution
-from efla_kernels.accuracy_layers import ConvolutionCase
+from efla_kernels.accuracy_layers import CONSTANTS, ConvolutionCase
 from efla_kernels.selftest import poisoned_memory
 from efla_kernels.selftest_layers import CONVOLUTIONS
 from efla_kernels.triton import convolution as kernels
@@ -33,13 +34,16 @@ def test_other_blocks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     block = kernels.Block(strip=16, rows=rows, channels=16, warps=1)
     monkeypatch.setattr(kernels, "FORWARD", block)
     monkeypatch.setattr(kernels, "BACKWARD", block)
-    errors = ConvolutionCase(batch=3, tokens=21, widths=(24, 8), bias=True, state=True).errors("triton")
-    assert all(error <= 1e-6 for error in errors.values()), errors
+    case = ConvolutionCase(batch=3, tokens=21, widths=(24, 8), bias=True)
+    for one in (replace(case, state=True), replace(case, scaled=True)):
+        errors = one.errors("triton")
+        assert all(error <= 1e-6 for error in errors.values()), errors
 
 
-def test_16_bit_inputs_are_rounded_once() -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_16_bit_inputs_are_rounded_once(scaled: bool) -> None:
     """y is the rounded result of fp32 sums; the gradients come in the inputs' types."""
-    case = ConvolutionCase(tokens=20, dtype=torch.bfloat16, bias=True)
+    case = ConvolutionCase(tokens=20, dtype=torch.bfloat16, bias=True, scaled=scaled)
     tensors = case.inputs(0, "cpu")
     got, truth = case.run(tensors, "triton"), case.truth(tensors)
     assert {x.dtype for x in got.values()} == {torch.bfloat16}
@@ -86,17 +90,26 @@ def test_split_at_any_point_with_gradients() -> None:
         ConvolutionCase(tokens=3, widths=(8, 4, 4)),
         ConvolutionCase(tokens=3, widths=(8,), bias=True, state=True),
         ConvolutionCase(batch=1, tokens=4, widths=(8,), cu_seqlens=(0, 1, 4)),
+        ConvolutionCase(tokens=3, widths=(8, 8), scaled=True),
     ],
 )
 def test_registration(case: ConvolutionCase) -> None:
     """Fake tensors, autograd and schema of the ops."""
     tensors = case.inputs(0, "cpu")
     dy = tensors["dy"]
-    leaves = {key: x.detach().requires_grad_() for key, x in tensors.items() if key != "dy"}
+    leaves = {key: x.detach().requires_grad_() for key, x in tensors.items() if key not in CONSTANTS}
     starts = None if case.cu_seqlens is None else torch.tensor([0, 1, 1, 1], dtype=torch.int32)
     widths = list(case.widths)
-    arguments = (leaves["x"], leaves["weight"], leaves.get("bias"), leaves.get("state"), starts, widths)
+    arguments = (
+        leaves["x"],
+        leaves["weight"],
+        leaves.get("bias"),
+        leaves.get("state"),
+        starts,
+        tensors.get("row_scale"),
+        widths,
+    )
     torch.library.opcheck(kernels.convolution, arguments)
     plain = [None if t is None else t.detach() for t in arguments[:4]]
-    backward = ([part.contiguous() for part in dy.split(widths, -1)], *plain, starts, widths)
+    backward = ([part.contiguous() for part in dy.split(widths, -1)], *plain, starts, tensors.get("row_scale"), widths)
     torch.library.opcheck(kernels.convolution_backward, backward)

@@ -37,6 +37,24 @@ def test_what_does_not_fit_is_named() -> None:
         short_convolution(x, weight, cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match="start from nothing"):
         short_convolution(x[:1], weight, state=torch.zeros(1, 3, 6), cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match=r"row_scale: expected shape \[2, 5\] = \[B, T\], got \[2, 5, 1\]"):
+        short_convolution(x, weight, row_scale=torch.ones(2, 5, 1))
+    with pytest.raises(ValueError, match=r"row_scale: expected torch\.float32, got torch\.bfloat16"):
+        short_convolution(x, weight, row_scale=torch.ones(2, 5, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="scale x itself"):
+        short_convolution(x, weight, row_scale=torch.ones(2, 5), state=torch.zeros(2, 3, 6))
+
+
+def test_factors_of_rows_are_constants() -> None:
+    """x's gradient is that of the scaled rows, and the factors get none."""
+    x, weight = torch.randn(2, 5, 6, requires_grad=True), torch.randn(6, 4)
+    factors = torch.rand(2, 5, requires_grad=True)
+    (y,) = short_convolution(x, weight, row_scale=factors)
+    (expected,) = short_convolution(x * factors.detach()[..., None], weight)
+    assert torch.equal(y, expected)
+    y.square().sum().backward()
+    assert factors.grad is None
+    assert torch.equal(x.grad, torch.autograd.grad(expected.square().sum(), x)[0])
 
 
 def test_no_tokens_and_no_rows() -> None:

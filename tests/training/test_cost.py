@@ -113,7 +113,7 @@ def saved_by_compile(
     """
 
     def convolve(self: ShortConvolution, x: Tensor, state: None = None, info: None = None) -> tuple[Tensor, ...]:
-        return *convolution(x, self.weight, None, None, None, list(self.widths)), x[:, T - 3 :]
+        return *convolution(x, self.weight, None, None, None, None, list(self.widths)), x[:, T - 3 :]
 
     def rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *decay: Tensor, **options: Any) -> tuple[Tensor, None]:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

@@ -48,12 +48,18 @@ def _three(parts: list[Tensor]) -> list[Tensor]:
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, starts: Tensor | None, widths: list[int]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    starts: Tensor | None,
+    scale: Tensor | None,
+    widths: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The parts y [B, T, width] of the convolution of x [B, T, D], empty where there are fewer than three.
 
     Arguments as `short_convolution` checked them; starts: int32 [T], the first token of each token's document, for
-    packed rows.
+    packed rows; scale: fp32 [B, T], the rows' factors.
     """
     x, weight = rows_in_place(x), weight.contiguous()
     B, T, _ = x.shape
@@ -61,8 +67,9 @@ def _forward(
     strips, programs, flags = _flags(FORWARD, B, T, widths, weight.shape[1])
     convolution_kernel[(programs * flags["BLOCKS"],)](
         x, weight, weight if bias is None else bias, x if state is None else state.contiguous(),
-        x if starts is None else starts, *_three(parts), T, strips, stride=x.stride(1),
-        BIAS=bias is not None, STATE=state is not None, PACKED=starts is not None, **flags,
+        x if starts is None else starts, x if scale is None else scale.contiguous(), *_three(parts), T, strips,
+        stride=x.stride(1), BIAS=bias is not None, STATE=state is not None, PACKED=starts is not None,
+        SCALED=scale is not None, **flags,
     )  # fmt: skip
     first, second, third = (*parts, *(x.new_empty(0) for _ in range(PARTS - len(parts))))
     return first, second, third
@@ -72,7 +79,7 @@ convolution = torch.library.custom_op("efla_kernels::convolution", _forward, mut
 
 
 @convolution.register_fake
-def _(x, weight, bias, state, starts, widths):
+def _(x, weight, bias, state, starts, scale, widths):
     parts = [x.new_empty(x.shape[0], x.shape[1], width) for width in widths]
     return (*parts, *(x.new_empty(0) for _ in range(PARTS - len(parts))))
 
@@ -84,6 +91,7 @@ def _backward(
     bias: Tensor | None,
     state: Tensor | None,
     starts: Tensor | None,
+    scale: Tensor | None,
     widths: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, dweight fp32 [D, W], dbias fp32 [D], dstate; the last two empty where there is none)."""
@@ -95,8 +103,10 @@ def _backward(
     table = x.new_empty(programs, MOST_TAPS + 1, D, dtype=torch.float32)
     convolution_gradient_kernel[(programs * flags["BLOCKS"],)](
         x, weight, weight if bias is None else bias, x if state is None else state.contiguous(),
-        x if starts is None else starts, *_three([part.contiguous() for part in dy]), dx, d_state, table, T, strips,
-        stride=x.stride(1), BIAS=bias is not None, STATE=state is not None, PACKED=starts is not None, **flags,
+        x if starts is None else starts, x if scale is None else scale.contiguous(),
+        *_three([part.contiguous() for part in dy]), dx, d_state, table, T, strips,
+        stride=x.stride(1), BIAS=bias is not None, STATE=state is not None, PACKED=starts is not None,
+        SCALED=scale is not None, **flags,
     )  # fmt: skip
     sums = table.sum(0)
     d_bias = sums[MOST_TAPS].clone() if bias is not None else sums.new_empty(0)
@@ -107,7 +117,7 @@ convolution_backward = torch.library.custom_op("efla_kernels::convolution_backwa
 
 
 @convolution_backward.register_fake
-def _(dy, x, weight, bias, state, starts, widths):
+def _(dy, x, weight, bias, state, starts, scale, widths):
     fp32 = {"dtype": torch.float32}
     return (
         x.new_empty(x.shape),
@@ -125,16 +135,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _gradient(ctx: Any, *dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, weight, bias, state, starts = ctx.saved_tensors
+    x, weight, bias, state, starts, scale = ctx.saved_tensors
     given = [x.new_zeros(*x.shape[:2], width) if part is None else part for part, width in zip(dy, ctx.widths)]
     backward = convolution_backward if traced() else _backward
-    dx, d_weight, d_bias, d_state = backward(given, x, weight, bias, state, starts, ctx.widths)
+    dx, d_weight, d_bias, d_state = backward(given, x, weight, bias, state, starts, scale, ctx.widths)
     return (
         dx,
         d_weight.to(weight.dtype),
         None if bias is None else d_bias.to(bias.dtype),
         None if state is None else d_state,
         None,
+        None,  # of the factors: they count as constants
         None,
     )
 

@@ -1,7 +1,9 @@
 """Short causal depthwise convolution and SiLU, forward and backward, for several outputs in one launch.
 
-    z_t = bias + sum_j w_j x_{t-j}  (j < W, w_0 the last tap),   y_t = z_t sigmoid(z_t)
-    dz_t = dy_t s (1 + z (1 - s)),  s = sigmoid(z_t);   dx_t = sum_j w_j dz_{t+j};   dw_j = sum_t dz_t x_{t-j}
+    z_t = bias + sum_j w_j u_{t-j}  (j < W, w_0 the last tap; u_t = r_t x_t),   y_t = z_t sigmoid(z_t)
+    dz_t = dy_t s (1 + z (1 - s)),  s = sigmoid(z_t);   dx_t = r_t sum_j w_j dz_{t+j};   dw_j = sum_t dz_t u_{t-j}
+
+r_t are the rows' factors, 1 where there are none.
 
 A program marches through STRIP tokens of BLOCK channels (ROWS strips side by side): the last three inputs, or the
 gradients of the last three inputs that are not complete yet, stay in registers, so that every tensor moves once, z is
@@ -63,9 +65,29 @@ def tap(weight, channels, inside, J: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def before_strip(x, state, b, t, T, stride, channels, inside, D: tl.constexpr, W: tl.constexpr, STATE: tl.constexpr):
+def factor_at(scale, place, t, T, there, J: tl.constexpr, SCALED: tl.constexpr):
+    """The factor of token t + J; zero where there is no such token. there: whether there is such a strip."""
+    if SCALED:
+        return tl.load(scale + (place + J), mask=there & (t + J >= 0) & (t + J < T), other=0.0)
+    else:
+        return place  # never read
+
+
+@triton.jit
+def times(x, factor, SCALED: tl.constexpr):
+    """x in fp32, times its row's factor."""
+    if SCALED:
+        return x.to(tl.float32) * factor
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def before_strip(x, scale, state, b, t, T, stride, channels, there, inside, D: tl.constexpr,
+                 W: tl.constexpr, STATE: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
     """The input at token t < T of row b, in fp32: from `state` where t < 0, zeros where there is none."""
-    value = tl.load(x + (b * T + t) * stride + channels, mask=inside & (t >= 0) & (t < T), other=0.0).to(tl.float32)
+    value = tl.load(x + (b * T + t) * stride + channels, mask=inside & (t >= 0) & (t < T), other=0.0)
+    value = times(value, factor_at(scale, b * T + t, t, T, there, 0, SCALED), SCALED)
     if STATE:
         held = inside & (t < 0) & (t >= 1 - W)
         value += tl.load(state + (b * (W - 1) + (t + W - 1)) * D + channels, mask=held, other=0.0).to(tl.float32)
@@ -120,6 +142,7 @@ def convolution_kernel(
     bias,  # [D]; BIAS only
     state,  # [B, W-1, D]; STATE only
     starts,  # [T] first token of each token's document; PACKED only
+    scale,  # [B, T] fp32, the rows' factors; SCALED only
     y0,  # out [B, T, D0], and the two other parts
     y1,
     y2,
@@ -138,6 +161,7 @@ def convolution_kernel(
     BIAS: tl.constexpr,
     STATE: tl.constexpr,
     PACKED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     D: tl.constexpr = D0 + D1 + D2
     y, width, before, column = part_of(tl.program_id(0) % BLOCKS, y0, y1, y2, D0, D1, D2, BLOCK)
@@ -147,7 +171,8 @@ def convolution_kernel(
     t = index % per_row * STRIP
     end = tl.where(index < strips, t + STRIP, 0)
     columns = column + tl.arange(0, BLOCK)[None, :] + tl.zeros([ROWS, 1], tl.int32)
-    inside = index < strips
+    there = index < strips
+    inside = there
     if not EVEN:
         inside = inside & (columns < width)
     channels = before + columns
@@ -158,20 +183,24 @@ def convolution_kernel(
     shift = tl.zeros([ROWS, BLOCK], tl.float32)
     if BIAS:
         shift = tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
-    h3 = before_strip(x, state, row, t - 3, T, stride, channels, inside, D, W, STATE)
-    h2 = before_strip(x, state, row, t - 2, T, stride, channels, inside, D, W, STATE)
-    h1 = before_strip(x, state, row, t - 1, T, stride, channels, inside, D, W, STATE)
+    h3 = before_strip(x, scale, state, row, t - 3, T, stride, channels, there, inside, D, W, STATE, SCALED)
+    h2 = before_strip(x, scale, state, row, t - 2, T, stride, channels, there, inside, D, W, STATE, SCALED)
+    h1 = before_strip(x, scale, state, row, t - 1, T, stride, channels, there, inside, D, W, STATE, SCALED)
     place = row * T + t
     n0 = row_at(x, place, t, T, end, stride, channels, inside, 0)
     n1 = row_at(x, place, t, T, end, stride, channels, inside, 1)
     n2 = row_at(x, place, t, T, end, stride, channels, inside, 2)
     n3 = row_at(x, place, t, T, end, stride, channels, inside, 3)
+    f0, f1 = factor_at(scale, place, t, T, there, 0, SCALED), factor_at(scale, place, t, T, there, 1, SCALED)
+    f2, f3 = factor_at(scale, place, t, T, there, 2, SCALED), factor_at(scale, place, t, T, there, 3, SCALED)
     for _ in range(STRIP // 4):
-        x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+        x0, x1, x2, x3 = times(n0, f0, SCALED), times(n1, f1, SCALED), times(n2, f2, SCALED), times(n3, f3, SCALED)
         n0 = row_at(x, place, t, T, end, stride, channels, inside, 4)  # under way while these four are computed
         n1 = row_at(x, place, t, T, end, stride, channels, inside, 5)
         n2 = row_at(x, place, t, T, end, stride, channels, inside, 6)
         n3 = row_at(x, place, t, T, end, stride, channels, inside, 7)
+        f0, f1 = factor_at(scale, place, t, T, there, 4, SCALED), factor_at(scale, place, t, T, there, 5, SCALED)
+        f2, f3 = factor_at(scale, place, t, T, there, 6, SCALED), factor_at(scale, place, t, T, there, 7, SCALED)
         activate(y, place, t, T, end, width, columns, inside, starts, x0, h1, h2, h3, w0, w1, w2, w3, shift, 0, PACKED)
         activate(y, place, t, T, end, width, columns, inside, starts, x1, x0, h1, h2, w0, w1, w2, w3, shift, 1, PACKED)
         activate(y, place, t, T, end, width, columns, inside, starts, x2, x1, x0, h1, w0, w1, w2, w3, shift, 2, PACKED)
@@ -218,10 +247,11 @@ def gradient_step(
 
 
 @triton.jit
-def store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, value, J: tl.constexpr, D: tl.constexpr,
-             W: tl.constexpr, STATE: tl.constexpr):  # fmt: skip
+def store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, value, factor, J: tl.constexpr,
+             D: tl.constexpr, W: tl.constexpr, STATE: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
     """dx of token u = t + J where it is the strip's own; the state's gradient where u lies before the row's first."""
     u = t + J
+    value = times(value, factor, SCALED)
     keep = inside & (u >= first) & (u < end) & (u < T)
     tl.store(dx + ((place + J) * D + channels), value.to(dx.dtype.element_ty), mask=keep)
     if STATE:
@@ -237,6 +267,7 @@ def convolution_gradient_kernel(
     bias,
     state,
     starts,
+    scale,
     dy0,  # [B, T, D0], and the two other parts
     dy1,
     dy2,
@@ -258,6 +289,7 @@ def convolution_gradient_kernel(
     BIAS: tl.constexpr,
     STATE: tl.constexpr,
     PACKED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     D: tl.constexpr = D0 + D1 + D2
     dy, width, before, column = part_of(tl.program_id(0) % BLOCKS, dy0, dy1, dy2, D0, D1, D2, BLOCK)
@@ -268,7 +300,8 @@ def convolution_gradient_kernel(
     first = t
     end = t + STRIP
     columns = column + tl.arange(0, BLOCK)[None, :] + tl.zeros([ROWS, 1], tl.int32)
-    inside = index < strips
+    there = index < strips
+    inside = there
     if not EVEN:
         inside = inside & (columns < width)
     channels = before + columns
@@ -279,9 +312,9 @@ def convolution_gradient_kernel(
     shift = tl.zeros([ROWS, BLOCK], tl.float32)
     if BIAS:
         shift = tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
-    h3 = before_strip(x, state, row, t - 3, T, stride, channels, inside, D, W, STATE)
-    h2 = before_strip(x, state, row, t - 2, T, stride, channels, inside, D, W, STATE)
-    h1 = before_strip(x, state, row, t - 1, T, stride, channels, inside, D, W, STATE)
+    h3 = before_strip(x, scale, state, row, t - 3, T, stride, channels, there, inside, D, W, STATE, SCALED)
+    h2 = before_strip(x, scale, state, row, t - 2, T, stride, channels, there, inside, D, W, STATE, SCALED)
+    h1 = before_strip(x, scale, state, row, t - 1, T, stride, channels, there, inside, D, W, STATE, SCALED)
     p1 = tl.zeros([ROWS, BLOCK], tl.float32)
     p2 = tl.zeros([ROWS, BLOCK], tl.float32)
     p3 = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -299,8 +332,11 @@ def convolution_gradient_kernel(
     g1 = row_at(dy, place, t, T, T, width, columns, inside, 1)
     g2 = row_at(dy, place, t, T, T, width, columns, inside, 2)
     g3 = row_at(dy, place, t, T, T, width, columns, inside, 3)
+    f0, f1 = factor_at(scale, place, t, T, there, 0, SCALED), factor_at(scale, place, t, T, there, 1, SCALED)
+    f2, f3 = factor_at(scale, place, t, T, there, 2, SCALED), factor_at(scale, place, t, T, there, 3, SCALED)
+    c1, c2, c3 = f0, f0, f0  # the factors of tokens t-1, t-2, t-3, whose dx this strip stores from its fourth token on
     for _ in range(STRIP // 4):
-        x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+        x0, x1, x2, x3 = times(n0, f0, SCALED), times(n1, f1, SCALED), times(n2, f2, SCALED), times(n3, f3, SCALED)
         d0, d1, d2, d3 = g0.to(tl.float32), g1.to(tl.float32), g2.to(tl.float32), g3.to(tl.float32)
         n0 = row_at(x, place, t, T, T, stride, channels, inside, 4)  # under way while these four are computed
         n1 = row_at(x, place, t, T, T, stride, channels, inside, 5)
@@ -310,6 +346,9 @@ def convolution_gradient_kernel(
         g1 = row_at(dy, place, t, T, T, width, columns, inside, 5)
         g2 = row_at(dy, place, t, T, T, width, columns, inside, 6)
         g3 = row_at(dy, place, t, T, T, width, columns, inside, 7)
+        c0, e1, e2, e3 = f0, f1, f2, f3
+        f0, f1 = factor_at(scale, place, t, T, there, 4, SCALED), factor_at(scale, place, t, T, there, 5, SCALED)
+        f2, f3 = factor_at(scale, place, t, T, there, 6, SCALED), factor_at(scale, place, t, T, there, 7, SCALED)
         o0, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
             t, T, starts, x0, h1, h2, h3, d0, p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb, True,
             PACKED, BIAS,
@@ -326,15 +365,16 @@ def convolution_gradient_kernel(
             t + 3, T, starts, x3, x2, x1, x0, d3, p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb, True,
             PACKED, BIAS,
         )  # fmt: skip
-        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o0, -3, D, W, STATE)
-        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o1, -2, D, W, STATE)
-        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o2, -1, D, W, STATE)
-        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o3, 0, D, W, STATE)
+        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o0, c3, -3, D, W, STATE, SCALED)
+        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o1, c2, -2, D, W, STATE, SCALED)
+        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o2, c1, -1, D, W, STATE, SCALED)
+        store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o3, c0, 0, D, W, STATE, SCALED)
         h1, h2, h3 = x3, x2, x1
+        c1, c2, c3 = e3, e2, e1
         t += 4
         place += 4
     # three tokens of the next strip complete dx of this one's last three
-    x0, x1, x2 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32)
+    x0, x1, x2 = times(n0, f0, SCALED), times(n1, f1, SCALED), times(n2, f2, SCALED)
     o0, p1, p2, p3, s0, s1, s2, s3, sb = gradient_step(
         t, T, starts, x0, h1, h2, h3, g0.to(tl.float32), p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb,
         False, PACKED, BIAS,
@@ -347,9 +387,9 @@ def convolution_gradient_kernel(
         t + 2, T, starts, x2, x1, x0, h1, g2.to(tl.float32), p1, p2, p3, w0, w1, w2, w3, shift, s0, s1, s2, s3, sb,
         False, PACKED, BIAS,
     )  # fmt: skip
-    store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o0, -3, D, W, False)
-    store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o1, -2, D, W, False)
-    store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o2, -1, D, W, False)
+    store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o0, c3, -3, D, W, False, SCALED)
+    store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o1, c2, -2, D, W, False, SCALED)
+    store_dx(dx, d_state, row, place, t, T, first, end, channels, inside, o2, c1, -1, D, W, False, SCALED)
     lane = column + tl.arange(0, BLOCK)
     at = table + (tl.program_id(0) // BLOCKS).to(tl.int64) * 5 * D + before + lane
     tl.store(at, tl.sum(s0, 0), mask=lane < width)
