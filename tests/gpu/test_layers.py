@@ -90,18 +90,20 @@ def test_loss_holds_one_block_of_logits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("width", [2816, 1000, 3])
-def test_swiglu_against_float64(width: int, dtype: torch.dtype) -> None:
+def test_swiglu_against_float64(width: int, scaled: bool, dtype: torch.dtype) -> None:
     """Plain and compiled; in 16 bits the product of gate and up, its gradient and the results are rounded."""
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = ((3, 70, 2 * width), (64, width), (3, 70, 64))
     gate_up, weight, dy = (torch.randn(s, generator=generator, device="cuda").to(dtype) for s in shapes)
+    row_scale = torch.rand(3, 70, generator=generator, device="cuda") + 0.1 if scaled else None
     leaves = [x.double().requires_grad_() for x in (gate_up, weight)]
-    truth = swiglu_linear(*leaves, backend="torch")
+    truth = swiglu_linear(*leaves, row_scale=row_scale, backend="torch")
     expected = (truth, *torch.autograd.grad(truth, leaves, dy.double()))
     for form in (swiglu_linear, torch.compile(swiglu_linear, fullgraph=True)):
         leaves = [x.clone().requires_grad_() for x in (gate_up, weight)]
-        y = form(*leaves)
+        y = form(*leaves, row_scale=row_scale)
         for got, x in zip((y, *torch.autograd.grad(y, leaves, dy)), expected, strict=True):
             assert got.dtype == dtype and got.shape == x.shape
             assert (got.double() - x).norm() <= (2e-6 if dtype == torch.float32 else 5e-3) * x.norm()

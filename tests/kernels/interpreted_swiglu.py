@@ -10,18 +10,19 @@ from efla_kernels.triton import swiglu as kernels
 
 from efla_lm.models.layers import SwiGLU
 from efla_lm.training.activations import keeping
-from tests.kernels.test_swiglu import SHAPES, case, truth
+from tests.kernels.test_swiglu import SHAPES, case, factors, truth
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("scaled", "autocast"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_against_float64(shape: tuple[int, ...], autocast: bool) -> None:
+def test_kernels_against_float64(shape: tuple[int, ...], scaled: bool, autocast: bool) -> None:
+    row_scale = factors(shape, scaled)
     with poisoned_memory():
         gate_up, weight, dy = case(shape, torch.float32)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            y = swiglu_linear(gate_up, weight, backend="triton")
+            y = swiglu_linear(gate_up, weight, row_scale=row_scale, backend="triton")
         gradients = torch.autograd.grad(y, (gate_up, weight), dy)
-    for got, expected in zip((y, *gradients), truth(gate_up, weight, dy), strict=True):
+    for got, expected in zip((y, *gradients), truth(gate_up, weight, dy, row_scale), strict=True):
         assert got.shape == expected.shape and got.isfinite().all()
         assert (got - expected).norm() <= 1e-6 * expected.norm()
 
@@ -40,17 +41,20 @@ def test_16_bit_inputs_are_rounded_once(shape: tuple[int, ...], dtype: torch.dty
         assert got.dtype == dtype and (got - expected).norm() <= bound * expected.norm()
 
 
-def test_the_backward_pass_has_the_product_of_the_forward_pass() -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_backward_pass_has_the_product_of_the_forward_pass(scaled: bool) -> None:
     """With W = 1 y is h, and so is dW with dy = 1."""
-    gate_up = case((40, 80), torch.float32)[0].detach()
-    _, d_weight = kernels._backward(torch.eye(40), gate_up, torch.eye(40))
-    assert torch.equal(d_weight, kernels._forward(gate_up, torch.eye(40)))
+    gate_up, row_scale = case((40, 80), torch.float32)[0].detach(), factors((40, 80), scaled)
+    _, d_weight = kernels._backward(torch.eye(40), gate_up, torch.eye(40), row_scale)
+    assert torch.equal(d_weight, kernels._forward(gate_up, torch.eye(40), row_scale))
 
 
-def test_the_ops_are_well_formed() -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_ops_are_well_formed(scaled: bool) -> None:
     gate_up, weight, dy = case((3, 40), torch.float32)
-    torch.library.opcheck(kernels.swiglu_linear, (gate_up, weight))
-    torch.library.opcheck(kernels.swiglu_backward, (dy, gate_up.detach(), weight.detach()))
+    row_scale = factors((3, 40), scaled)
+    torch.library.opcheck(kernels.swiglu_linear, (gate_up, weight, row_scale))
+    torch.library.opcheck(kernels.swiglu_backward, (dy, gate_up.detach(), weight.detach(), row_scale))
 
 
 @pytest.mark.parametrize("kind", ["none", "selective", "products", "full"])

@@ -24,23 +24,51 @@ def case(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
     return gate_up.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), dy.to(dtype)
 
 
-def truth(gate_up: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+def factors(shape: tuple[int, ...], scaled: bool) -> Tensor | None:
+    """A factor of each row of gate_up, as an RMS norm has them; or none."""
+    if not scaled:
+        return None
+    return torch.rand(shape[:-1], generator=torch.Generator().manual_seed(1)) * 1.5 + 0.01
+
+
+def truth(gate_up: Tensor, weight: Tensor, dy: Tensor, row_scale: Tensor | None = None) -> tuple[Tensor, ...]:
     """y and the gradients of gate_up and W in float64."""
     leaves = [x.detach().double().requires_grad_() for x in (gate_up, weight)]
-    gate, up = leaves[0].chunk(2, -1)
+    scaled = leaves[0] if row_scale is None else leaves[0] * row_scale.double()[..., None]
+    gate, up = scaled.chunk(2, -1)
     y = F.linear(F.silu(gate) * up, leaves[1])
     return y.detach(), *torch.autograd.grad(y, leaves, dy.double())
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pytorch_form_against_float64(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_pytorch_form_against_float64(shape: tuple[int, ...], dtype: torch.dtype, scaled: bool) -> None:
     gate_up, weight, dy = case(shape, dtype)
-    y = swiglu_linear(gate_up, weight)
+    row_scale = factors(shape, scaled)
+    y = swiglu_linear(gate_up, weight, row_scale=row_scale)
     bound = 1e-6 if dtype == torch.float32 else 1e-14
     got = (y, *torch.autograd.grad(y, (gate_up, weight), dy))
-    for x, expected in zip(got, truth(gate_up, weight, dy), strict=True):
+    for x, expected in zip(got, truth(gate_up, weight, dy, row_scale), strict=True):
         assert x.dtype == dtype and (x - expected).norm() <= bound * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_factors_of_rows_are_not_rounded(dtype: torch.dtype) -> None:
+    """16-bit rows times a factor of fp32 are fp32 as far as the product."""
+    generator = torch.Generator().manual_seed(2)
+    gate_up, weight = (torch.randn(s, generator=generator).to(dtype) for s in ((30, 80), (OUTPUTS, 40)))
+    row_scale = factors((30, 80), True)
+    y = swiglu_linear(gate_up, weight, row_scale=row_scale)
+    expected = truth(gate_up, weight, torch.zeros(30, OUTPUTS), row_scale)[0]
+    assert y.dtype == dtype and (y - expected).norm() <= (4e-3 if dtype == torch.bfloat16 else 5e-4) * expected.norm()
+
+
+def test_factors_of_rows_are_constants() -> None:
+    gate_up, weight, dy = case(SHAPES[0], torch.float32)
+    row_scale = factors(SHAPES[0], True).requires_grad_()
+    swiglu_linear(gate_up, weight, row_scale=row_scale).backward(dy)
+    assert row_scale.grad is None and gate_up.grad is not None
 
 
 def test_autocast_changes_nothing() -> None:
@@ -62,7 +90,11 @@ def test_what_does_not_fit_is_named() -> None:
         swiglu_linear(torch.zeros(2, 4), torch.zeros(3, 4))
     with pytest.raises(ValueError, match=r"expected torch.float32 \[D, 2\], got torch.float64 \[3, 2\]"):
         swiglu_linear(torch.zeros(2, 4), torch.zeros(3, 2, dtype=torch.float64))
+    for wrong in (torch.ones(2, 1), torch.ones(3), torch.ones(2, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"row_scale: expected torch.float32 \[2\], one factor for each row"):
+            swiglu_linear(torch.zeros(2, 4), torch.zeros(3, 2), row_scale=wrong)
     assert swiglu_linear(torch.zeros(0, 6), torch.zeros(5, 3)).shape == (0, 5)
+    assert swiglu_linear(torch.zeros(0, 6), torch.zeros(5, 3), row_scale=torch.ones(0)).shape == (0, 5)
 
 
 @pytest.mark.timeout(300)

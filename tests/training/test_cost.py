@@ -125,8 +125,9 @@ def saved_by_compile(
         steps = (None, A_log, dt_bias, D, None)
         return ssd_ops.ssd_forward(x, dt, B, C, *steps, None, None, False, keep_states)[0], None
 
-    def project(gate_up: Tensor, weight: Tensor, backend: str) -> Tensor:
-        return swiglu_linear(gate_up.flatten(0, 1), weight).view(batch, T, -1)
+    def project(gate_up: Tensor, weight: Tensor, *, row_scale: Tensor | None = None, backend: str) -> Tensor:
+        factors = None if row_scale is None else row_scale.flatten()
+        return swiglu_linear(gate_up.flatten(0, 1), weight, factors).view(batch, T, -1)
 
     found: list[tuple[float, float]] = []
 
