@@ -49,7 +49,8 @@ class EflaBlock(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor]:
         """x = hidden + update -> the block's result as (hidden, update) again: what comes next reads both anyway."""
         cached = layer is not None
-        hidden, projected = project_normed(self.mixer_norm, self.mixer.maps(), hidden, update, cached)
+        maps = self.mixer.maps()  # type: ignore[operator]
+        hidden, projected = project_normed(self.mixer_norm, maps, hidden, update, cached)
         update = self.mixer(projected, info, layer)
         if self.mlp is not None:
             hidden, projected = project_normed(self.mlp_norm, self.mlp.maps(), hidden, update, cached)
@@ -147,7 +148,8 @@ class EflaModel(EflaPreTrainedModel):
         collected = [hidden]
         update: Tensor | None = None  # what the last block leaves to be added to `hidden`
         for index, block in enumerate(self.layers):
-            if self.gradient_checkpointing:  # a block's inputs are kept: one is less than two
+            if not torch.is_grad_enabled() or self.gradient_checkpointing:
+                # nothing is saved by a later sum, and where a block's inputs are kept one is less than two
                 hidden, update = summed(hidden, update), None
             hidden, update = block(hidden, update, info, None if cache is None else cache.layers[index])
             if output_hidden_states:

@@ -1,7 +1,7 @@
 """Norms, and the linear maps that read their results.
 
-Where gradients are wanted a norm is not a pass of its own. Its weight goes into the maps behind it, W' = W diag(weight),
-and its factors, one for each row, are left to whoever reads what the maps give (`efla_kernels.norm_linear`). Everywhere
+Where gradients are wanted a norm is not a pass of its own. Its weight goes into the maps behind it, W diag(weight), and
+its factors, one for each row, are left to whoever reads what the maps give (`efla_kernels.norm_linear`). Everywhere
 else a norm is a norm and a map is a map. `project_normed` and `project_back` are the two places that know the
 difference: in front of a mixer or an MLP, and at its end.
 """
@@ -135,9 +135,11 @@ def project_normed(
         return h, Projected(tuple(f(normed) for f in maps.wide), tuple(f(normed) for f in maps.narrow))
     wide = [_folded(norm, f, hidden.dtype) for f in maps.wide]
     narrow = [_folded(norm, f, hidden.dtype) for f in maps.narrow]
-    joined = torch.cat(narrow) if narrow else None
+    joined = torch.cat(narrow) if len(narrow) > 1 else next(iter(narrow), None)
     h, raws, scale, logits = efla_kernels.norm_linear(hidden, update, wide, joined, eps=norm.eps, backend=norm.backend)
-    parts = () if logits is None else logits.split([weight.shape[0] for weight in narrow], -1)
+    if logits is None:
+        return h, Projected(raws, (), scale)
+    parts = logits.split([weight.shape[0] for weight in narrow], -1) if len(narrow) > 1 else (logits,)
     return h, Projected(raws, tuple(parts), scale)
 
 
@@ -149,15 +151,16 @@ def project_back(norm: RMSNorm | GatedRMSNorm, linear: nn.Module, x: Tensor, *ga
     return F.linear(y, _folded(norm, linear, y.dtype))
 
 
-def _folds(norm: nn.Module, linears: Sequence[nn.Module], x: Tensor) -> bool:
+def _folds(norm: RMSNorm | GatedRMSNorm, linears: Sequence[nn.Module], x: Tensor) -> bool:
     """Whether the norm's weight goes into `linears`: for its gradient, a sum over their weights instead of one more
     pass over all tokens. Adapters and quantised weights, which stand where a user puts them, get the norm's result."""
-    if not torch.is_grad_enabled() or not all(type(f) is Linear for f in linears):
+    if not torch.is_grad_enabled() or not at_hand(norm.weight, x):
         return False
-    return all(at_hand(f.weight, x) for f in (norm, *linears))
+    return all(type(f) is Linear and at_hand(f.weight, x) for f in linears)
 
 
-def _folded(norm: nn.Module, linear: nn.Module, dtype: torch.dtype) -> Tensor:
+def _folded(norm: RMSNorm | GatedRMSNorm, linear: nn.Module, dtype: torch.dtype) -> Tensor:
     """W diag(weight), the weight repeated over heads."""
+    assert isinstance(linear, Linear)
     weight = linear.weight.unflatten(1, (-1, norm.weight.numel())) * norm.weight
     return weight.flatten(1).to(dtype)

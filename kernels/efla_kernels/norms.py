@@ -19,7 +19,7 @@ The weights of the norms are in W_i, W_g and the weight behind y. Statistics are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,9 +92,7 @@ def _check(x: Tensor, update: Tensor | None, weights: Sequence[Tensor], narrow: 
         raise ValueError(f"weights: expected one or two matrices [O, D], got {len(weights)}; join those of more maps")
     for weight in (*weights, *([] if narrow is None else [narrow])):
         if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
-            raise ValueError(
-                f"weights: expected {x.dtype} [O, {x.shape[-1]}], got {weight.dtype} {list(weight.shape)}"
-            )
+            raise ValueError(f"weights: expected {x.dtype} [O, {x.shape[-1]}], got {weight.dtype} {list(weight.shape)}")
 
 
 def _forward(
@@ -181,7 +179,7 @@ _norm_linear_backward = torch.library.custom_op("efla_kernels::norm_linear_backw
 
 
 @_norm_linear_op.register_fake
-def _(x, update, weight, second, narrow, eps, kernels):  # type: ignore[no-untyped-def]
+def _(x, update, weight, second, narrow, eps, kernels):
     N = x.shape[0]
     return (
         x.new_empty(0) if update is None else x.new_empty(x.shape),
@@ -193,7 +191,7 @@ def _(x, update, weight, second, narrow, eps, kernels):  # type: ignore[no-untyp
 
 
 @_norm_linear_backward.register_fake
-def _(dh, d_logits, d_raw, d_second, h, r, logits, weight, second, narrow, kernels):  # type: ignore[no-untyped-def]
+def _(dh, d_logits, d_raw, d_second, h, r, logits, weight, second, narrow, kernels):
     others = [h.new_empty(0 if w is None else w.shape) for w in (second, narrow)]
     return h.new_empty(h.shape), weight.new_empty(weight.shape), *others
 
@@ -207,7 +205,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _gradient(ctx: Any, dh: Tensor | None, _: Tensor | None, *d_products: Tensor | None) -> tuple[Tensor | None, ...]:
-    backward = _norm_linear_backward if traced() else _backward
+    backward: Callable[..., Any] = _norm_linear_backward if traced() else _backward
     h, r, logits, weight, second, narrow = ctx.saved_tensors
     dx, d_weight, d_second, d_narrow = backward(
         dh if ctx.updates else None, *d_products, h, r, logits, weight, second, narrow, ctx.kernels
@@ -251,12 +249,12 @@ _unit_backward_op = torch.library.custom_op("efla_kernels::unit_rms_norm_backwar
 
 
 @_unit_op.register_fake
-def _(x, eps, kernels):  # type: ignore[no-untyped-def]
+def _(x, eps, kernels):
     return x.new_empty(x.shape), _wide(x).new_empty(x.shape[0])
 
 
 @_unit_backward_op.register_fake
-def _(dy, y, r, kernels):  # type: ignore[no-untyped-def]
+def _(dy, y, r, kernels):
     return y.new_empty(y.shape)
 
 
@@ -267,7 +265,7 @@ def _unit_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 
 
 def _unit_gradient(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, None, None]:
-    backward = _unit_backward_op if traced() else _unit_backward
+    backward: Callable[..., Any] = _unit_backward_op if traced() else _unit_backward
     return None if dy is None else backward(dy, *ctx.saved_tensors, ctx.kernels), None, None
 
 

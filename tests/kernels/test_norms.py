@@ -21,7 +21,7 @@ class Shape(NamedTuple):
 
     rows: tuple[int, ...]
     D: int
-    O: tuple[int, ...]  # noqa: E741
+    O: tuple[int, ...]
     G: int
     updates: bool = True
 

@@ -12,6 +12,7 @@ The op normalises q in all four, k in the DeltaNets only, and derives erase, wri
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import efla_kernels
 import torch
@@ -97,12 +98,13 @@ class DeltaMixer(nn.Module):
         qkv, *gate = (x[:, 0] for x in projected.wide)
         logits = [x[:, 0] for x in projected.narrow]
         layer.conv = layer.conv.to(qkv.dtype).contiguous()
-        decay = {}
+        decay: dict[str, Any] = {}
         if self.decay is not None:
             decay = {"decay_logit": logits[1], "A_log": self.decay.A_log, "dt_bias": self.decay.dt_bias}
+        output_gate = gate[0].unflatten(-1, (self.heads, self.head_dim)) if gate else None
         y = efla_kernels.decode_step(
             self.rule_name, qkv, layer.conv, self.qkv_conv.weight.to(qkv.dtype), logits[0], layer.state,
-            self.o_norm.weight.to(qkv.dtype), norm_eps=self.norm_eps, backend=self.backend, **decay,
-            output_gate=gate[0].unflatten(-1, (self.heads, self.head_dim)) if gate else None,
+            self.o_norm.weight.to(qkv.dtype), output_gate=output_gate, norm_eps=self.norm_eps, backend=self.backend,
+            **decay,
         )  # fmt: skip
         return self.o_proj(y.flatten(1)).unsqueeze(1)
