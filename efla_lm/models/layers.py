@@ -41,12 +41,15 @@ class SwiGLU(nn.Module):
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution followed by SiLU over the channels of one or several tensors side by side.
 
-    `efla_kernels.short_convolution` has the equation and the forms; `widths` are the channels of each tensor.
+    `efla_kernels.short_convolution` has the equation and the forms; `widths` are the channels of each tensor,
+    `last_apart` says that the last one is not read by what follows in its backward pass.
     """
 
-    def __init__(self, widths: tuple[int, ...], size: int, bias: bool = False, backend: str = "auto") -> None:
+    def __init__(
+        self, widths: tuple[int, ...], size: int, bias: bool = False, last_apart: bool = False, backend: str = "auto"
+    ) -> None:
         super().__init__()
-        self.widths, self.backend = widths, backend
+        self.widths, self.last_apart, self.backend = widths, last_apart, backend
         self.weight = nn.Parameter(torch.empty(sum(widths), size))
         self.bias = nn.Parameter(torch.zeros(sum(widths))) if bias else None
         self.uniform_init = False  # see efla_lm.models.init
@@ -72,7 +75,8 @@ class ShortConvolution(nn.Module):
         """
         parts = efla_kernels.short_convolution(
             x, self.weight, self.bias, widths=self.widths, state=state,
-            cu_seqlens=None if info is None else info.cu_seqlens, row_scale=scale, backend=self.backend,
+            cu_seqlens=None if info is None else info.cu_seqlens, row_scale=scale, last_apart=self.last_apart,
+            backend=self.backend,
         )  # fmt: skip
         return *parts, efla_kernels.convolution_state(x, self.weight.shape[1], state)
 

@@ -15,8 +15,9 @@ Memory of one device in bytes, as torch counts what it has allocated:
                   (FSDP: several processes, unless parallel=ddp on one machine)
     activations   b m (L a + 2 D)  a elements per token and block, see `saved_per_token`; full activation checkpointing:
                   b m ((L + 2) D + a)   each block's input, and one block's elements while it is recomputed
-    loss          max(4 R V, b V D) + 4 V D + b m D   R = 2048 rows of logits at a time, whose gradient takes their
-                  place; the head's gradient (fp32 sums, and their copy once the logits are gone), the hidden states'
+    loss          max(4 R V, b V D) + 4 V D + b m D   R rows of logits at a time (`efla_kernels.loss.logit_rows`: m / 8,
+                  at least 2048, at most 2^28 / V), whose gradient takes their place; the head's gradient (fp32 sums,
+                  and what is made of them once the logits are gone), the hidden states'
     workspace     b m (3 F + 2 D) + (b + 4) P_b       the widest gradients of one block's backward pass: those of gate,
                   up and their product; 2 E for 3 F in Mamba-2
 
@@ -33,11 +34,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from efla_kernels.loss import logit_rows
+
 from efla_lm.models import EflaConfig, count_parameters
 from efla_lm.models.config import DELTA_MIXERS, GATED_MIXERS
 
 CHUNK, SSD_CHUNK = 64, 128  # tokens of the kernels' chunks
-LOSS_ROWS = 2048
 GIB = 2**30
 
 
@@ -70,7 +72,8 @@ def saved_per_token(config: EflaConfig, keeping: str = "none") -> float:
 
         every block       D (the stream that its norm reads) + 2 (the norm's factors, fp32)
         with SwiGLU       D + 2 (the same before it) + 2 F (gate and up)
-        delta rules       3 A (before the convolution) [+ 3 A (q, k, v)] + H (gates' logits; 2 H with a decay)
+        delta rules       3 A (before the convolution) [+ 2 A (q, k)] + H (gates' logits; 2 H with a decay)
+                          [+ A (v) with a decay or backend=triton_recompute]
                           {+ A + 2 H (the normed output and its factors)}, or with an output gate
                           + A (gate) {+ A (output)} [+ A (normed and gated)]
                           {+ H (C + table)}  (inverse; the gates' table of 8 numbers, gated: 10)
@@ -95,7 +98,7 @@ def saved_per_token(config: EflaConfig, keeping: str = "none") -> float:
         decays = config.mixer in GATED_MIXERS
         op = A + H * (CHUNK + (10 if decays else 8)) + states * H * (CHUNK + K * V / CHUNK + V)
         op += 0 if config.output_gate else 2 * H
-        mixer = (3 if again else 6) * A + (2 if decays else 1) * H
+        mixer = (3 if again else 5 + (decays or not states)) * A + (2 if decays else 1) * H
         if config.output_gate:
             mixer += (1 if again else 2) * A
         mixer += 0 if keeping == "products" else op
@@ -180,7 +183,7 @@ def memory(
         gathered=gathered,
         gradients=4 * P / shards + (4 * P if accumulates and not whole else 0),
         activations=float(activations),
-        loss=float(max(4 * min(LOSS_ROWS, m) * V, b * V * D) + 4 * V * D + b * m * D),
+        loss=float(max(4 * logit_rows(m, V) * V, b * V * D) + 4 * V * D + b * m * D),
         workspace=b * m * (widest + 2 * D) + (b + 4) * block,
         accumulates=accumulates,
         held_at_end=float(held),

@@ -34,6 +34,7 @@ def short_convolution(
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     row_scale: Tensor | None = None,
+    last_apart: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, ...]:
     """Convolve and activate x; returns the output cut into `widths` along the channels, in x's dtype.
@@ -48,6 +49,8 @@ def short_convolution(
         cu_seqlens: [N+1] offsets of documents packed into one row (B = 1), which no tap crosses; not with a state.
         row_scale: fp32 [B, T], a factor for each row of x that is applied in fp32 as x is read; not with a state. It
             counts as a constant: x's gradient has it in it, and it gets none itself.
+        last_apart: the last part is an op of its own in what torch.compile and checkpointing see, so that the others
+            can be computed again without it: the backward pass of some rules reads q and k, but not v.
         backend: see `convolution_backend`.
 
     Raises:
@@ -64,10 +67,10 @@ def short_convolution(
     if state is not None:
         state = state.to(x.dtype)
     if x.is_cuda:
-        return convolve(x, weight, bias, state, starts, row_scale, widths)[: len(widths)]
+        return convolve(x, weight, bias, state, starts, row_scale, widths, last_apart)
     # the interpreter rounds to 16 bits by truncation: nothing of 16 bits reaches it
     bias, state = (None if t is None else t.float() for t in (bias, state))
-    parts = convolve(x.float(), weight.float(), bias, state, starts, row_scale, widths)[: len(widths)]
+    parts = convolve(x.float(), weight.float(), bias, state, starts, row_scale, widths, last_apart)
     return tuple(y.to(x.dtype) for y in parts)
 
 

@@ -6,6 +6,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100
+FEWEST_ROWS = 2048  # whose products keep a GPU busy: 0.25 GiB of logits at a vocabulary of 32000
+MOST_LOGITS = 2**28  # in fp32 1 GiB
+
+
+def logit_rows(tokens: int, vocabulary: int) -> int:
+    """Rows of fp32 logits that the fused loss holds at once.
+
+    The more of them, the larger its products, and the less often the head's gradient is read and written. An eighth of
+    the tokens: 4 V / 8 bytes a token are less than a block's backward pass takes (`efla_lm.training.cost`), up to
+    2^28 / V of them, in multiples of 2048.
+    """
+    rows = min(tokens // 8, MOST_LOGITS // vocabulary) // FEWEST_ROWS * FEWEST_ROWS
+    return min(tokens, max(rows, FEWEST_ROWS))
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

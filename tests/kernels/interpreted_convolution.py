@@ -13,6 +13,8 @@ from efla_kernels.selftest import poisoned_memory
 from efla_kernels.selftest_layers import CONVOLUTIONS
 from efla_kernels.triton import convolution as kernels
 from efla_kernels.triton import ops
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +84,50 @@ def test_split_at_any_point_with_gradients() -> None:
         assert (y - expected["y"]).norm() <= 1e-6 * expected["y"].norm()
         for name, g in zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True):
             assert (g - expected[f"d{name}"]).norm() <= 1e-6 * expected[f"d{name}"].norm(), (cut, name)
+
+
+class Seen(TorchDispatchMode):
+    """The parts of every forward op of a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[list[int]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if function is torch.ops.efla_kernels.convolution.default:
+            self.parts.append(list(args[-1]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_last_part_apart(scaled: bool) -> None:
+    """Two ops where somebody watches, one gradient; compiled or not the same numbers."""
+    case = ConvolutionCase(tokens=21, widths=(8, 8, 16), bias=True, scaled=scaled)
+    tensors = case.inputs(0, "cpu")
+    truth = case.truth(tensors)
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items() if name not in CONSTANTS}
+
+    def run(leaves: dict[str, Tensor], apart: bool = True) -> Tensor:
+        factors = tensors.get("row_scale")
+        parts = short_convolution(**leaves, widths=case.widths, row_scale=factors, last_apart=apart, backend="triton")
+        return torch.cat(parts, -1)
+
+    with Seen() as seen:
+        watched = run(leaves)
+        gradients = torch.autograd.grad(watched, list(leaves.values()), tensors["dy"])
+    assert seen.parts == [[8, 8], [16]]
+    results = [(watched, *gradients)]
+    for form in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        y = form(leaves)
+        results.append((y, *torch.autograd.grad(y, list(leaves.values()), tensors["dy"])))
+    for result in results:
+        for got, expected in zip(result, truth.values(), strict=True):
+            assert (got - expected).norm() <= 1e-6 * expected.norm()
+    with Seen() as seen, torch.no_grad():
+        run(leaves)
+    with Seen() as together:
+        run(leaves, apart=False)
+    assert seen.parts == together.parts == [[8, 8, 16]], "one op where nothing is computed again"
 
 
 @pytest.mark.parametrize(

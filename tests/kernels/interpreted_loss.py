@@ -16,7 +16,7 @@ def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize(("tokens", "vocabulary", "spread"), [(20, 5001, 1.0), (1, 17, 1.0), (9, 4096, 30.0)])
 def test_fused_equals_float64(tokens: int, vocabulary: int, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in uneven blocks, vocabularies off the block, logits far beyond exp's range, an incoming gradient."""
-    monkeypatch.setattr(cross_entropy, "ROWS", 7)
+    monkeypatch.setattr(cross_entropy, "logit_rows", lambda *_: 7)
     generator = torch.Generator().manual_seed(0)
     hidden = (torch.randn(tokens, 16, generator=generator) * spread).requires_grad_()
     weight = torch.randn(vocabulary, 16, generator=generator).requires_grad_()
@@ -81,6 +81,8 @@ def test_the_incoming_gradient_is_not_rounded() -> None:
     """1 / 1000 lies 0.1 % off the nearest bf16 number and would scale the whole gradient by that."""
     x = torch.randn(3, 1000, generator=torch.Generator().manual_seed(4)).to(torch.float16)
     factor = torch.tensor(1e-3)
-    got = cross_entropy._scaled(x, factor)
+    got = cross_entropy._scaled(x, factor, torch.float16)
     assert got.dtype == torch.float16
     torch.testing.assert_close(got, (x.float() * factor).half())
+    wide = torch.randn(3, 1000, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(cross_entropy._scaled(wide, factor, torch.float16), (wide * factor).half())

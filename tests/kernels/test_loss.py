@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from efla_kernels import linear_cross_entropy
+from efla_kernels.loss import logit_rows
 
 HERE = Path(__file__).parent
 
@@ -30,6 +31,15 @@ def test_shapes_are_checked() -> None:
         linear_cross_entropy(hidden, torch.zeros(5, 6), targets)
     with pytest.raises(ValueError, match=r"targets: expected \[3\].*\[2\]"):
         linear_cross_entropy(hidden, weight, targets[:2])
+
+
+def test_rows_follow_the_tokens() -> None:
+    """An eighth in multiples of 2048, at least as many, at most 1 GiB of fp32 logits and never more than there are."""
+    assert [logit_rows(n, 32000) for n in (0, 5, 2048, 16384, 32767, 32768, 49152, 65536, 2**20)] == [
+        0, 5, 2048, 2048, 2048, 4096, 6144, 8192, 8192,
+    ]  # fmt: skip
+    assert [logit_rows(65536, v) for v in (16, 65536, 128256, 2**20)] == [8192, 4096, 2048, 2048]
+    assert all(4 * logit_rows(65536, v) * v <= 2**30 for v in (16, 32000, 65536, 128256))
 
 
 @pytest.mark.timeout(300)

@@ -41,7 +41,11 @@ class DeltaMixer(nn.Module):
         self.heads, self.head_dim, self.backend = heads, config.head_dim, config.backend
         self.rule, self.rule_name, self.norm_eps = RULES[config.mixer], config.mixer, config.norm_eps
         self.qkv_proj = Linear(hidden, 3 * width)
-        self.qkv_conv = ShortConvolution((width, width, width), config.conv_size, backend=config.backend)
+        # without a decay, and where states are kept, the rule's backward pass does not read v
+        leaves_v = config.mixer not in GATED_MIXERS and config.backend != "triton_recompute"
+        self.qkv_conv = ShortConvolution(
+            (width, width, width), config.conv_size, last_apart=leaves_v, backend=config.backend
+        )
         self.b_proj = Linear(hidden, heads)
         self.decay: Decay | None = None
         if config.mixer in GATED_MIXERS:

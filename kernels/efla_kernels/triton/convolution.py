@@ -10,7 +10,7 @@ from torch import Tensor
 
 from efla_kernels.triton.arguments import rows_in_place
 from efla_kernels.triton.convolution_kernels import convolution_gradient_kernel, convolution_kernel
-from efla_kernels.triton.eager import differentiable, traced
+from efla_kernels.triton.eager import differentiable, traced, wants_gradient
 
 MOST_TAPS = 4  # the kernels are written for four; a shorter convolution has zeros in front
 PARTS = 3
@@ -150,4 +150,51 @@ def _gradient(ctx: Any, *dy: Tensor | None) -> tuple[Tensor | None, ...]:
     )
 
 
-convolve = differentiable(convolution, _forward, _setup, _gradient)
+_whole = differentiable(convolution, _forward, _setup, _gradient)
+
+
+class _LastApart(torch.autograd.Function):
+    """The last part by an op of its own, so that a graph may compute the others again without it; one gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor | None,
+        starts: Tensor | None,
+        scale: Tensor | None,
+        widths: list[int],
+    ) -> tuple[Tensor, ...]:
+        _setup(ctx, (x, weight, bias, state, starts, scale, widths), ())
+        cut = sum(widths[:-1])
+        parts: list[Tensor] = []
+        for channels, cut_widths in ((slice(0, cut), widths[:-1]), (slice(cut, None), widths[-1:])):
+            some = convolution(
+                x[..., channels], weight[channels], None if bias is None else bias[channels],
+                None if state is None else state[..., channels], starts, scale, cut_widths,
+            )  # fmt: skip
+            parts += some[: len(cut_widths)]
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradient(ctx, *dy)
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    starts: Tensor | None,
+    scale: Tensor | None,
+    widths: list[int],
+    last_apart: bool,
+) -> tuple[Tensor, ...]:
+    """The parts y; last_apart: see `short_convolution`."""
+    arguments = (x, weight, bias, state, starts, scale, widths)
+    if last_apart and len(widths) > 1 and traced() and wants_gradient(arguments):
+        return _LastApart.apply(*arguments)
+    return _whole(*arguments)[: len(widths)]

@@ -1,8 +1,12 @@
 """Linear layer and cross-entropy together, without the logits of all tokens in memory.
 
-For rows in blocks of R:  logits = h W^T (fp32 sums of 16-bit products),  loss_i = log sum_v exp(logits_iv) - logits_it,
-G = softmax(logits) - onehot(t),  dh = G W,  dW += G^T h (fp32 sums). The gradients are ready in the forward pass, which
-keeps them instead of the logits; the backward pass only scales them by the incoming gradient.
+For rows in blocks of R, as many as `logit_rows` says:
+
+    logits = h W^T (fp32 sums of 16-bit products),  loss_i = log sum_v exp(logits_iv) - logits_it,
+    G = softmax(logits) - onehot(t),  dh = G W,  dW += G^T h (fp32 sums).
+
+The gradients are ready in the forward pass, which keeps them instead of the logits; the backward pass only scales them
+by the incoming gradient, and rounds dW to the weight's type.
 
 One buffer of R fp32 rows serves all blocks: a row's G, in the inputs' type, takes the place of its logits.
 """
@@ -18,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from efla_kernels.loss import logit_rows
 from efla_kernels.triton.dispatch import launch
 
-ROWS = 2048  # tokens at a time: 0.25 GiB of logits at a vocabulary of 32000
 SCALED = 2048  # elements per program of `scale_kernel`
 BLOCK = 8192  # columns at a time, 16 warps: two rows per multiprocessor, whose second pass finds them in the L2 cache
 
@@ -75,9 +79,9 @@ def scale_kernel(x, factor, y, N, BLOCK: tl.constexpr):
     tl.store(y + at, scaled.to(y.dtype.element_ty), mask=inside)
 
 
-def _scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """factor x; torch would round the factor (1 / tokens, often) to x's 16-bit type first, off by up to 0.4 %."""
-    y = torch.empty_like(x)
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """factor x in `dtype`; torch would round the factor (1 / tokens, often) to 16 bits first, off by up to 0.4 %."""
+    y = torch.empty_like(x, dtype=dtype)
     launch(scale_kernel, -(-x.numel() // SCALED), x, factor.float(), y, x.numel(), BLOCK=SCALED, num_warps=4)
     return y
 
@@ -119,10 +123,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = torch.empty(N, device=hidden.device, dtype=torch.float32)
         d_hidden = torch.empty_like(hidden) if wanted else None
         d_weight = torch.zeros(weight.shape, device=weight.device, dtype=torch.float32) if wanted else None
-        buffer = torch.empty(min(ROWS, N), V, device=hidden.device, dtype=torch.float32)
+        most = logit_rows(N, V)
+        buffer = torch.empty(most, V, device=hidden.device, dtype=torch.float32)
         rows = buffer.view(hidden.dtype)  # [R, V * 4 / size of the type]: of each row the first V are used
-        for start in range(0, N, ROWS):
-            h, t = hidden[start : start + ROWS], targets[start : start + ROWS]
+        for start in range(0, N, max(most, 1)):
+            h, t = hidden[start : start + most], targets[start : start + most]
             R = h.shape[0]
             _multiply(h, weight.t(), buffer[:R])
             cross_entropy_kernel[(R,)](
@@ -134,14 +139,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _add_product(d_weight, gradient.t(), h)
         del buffer, rows
         if d_hidden is not None and d_weight is not None:
-            ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
+            ctx.save_for_backward(d_hidden, d_weight)
+            ctx.dtype = weight.dtype
         return losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         d_hidden, d_weight = ctx.saved_tensors
-        return _scaled(d_hidden, gradient), _scaled(d_weight, gradient), None
+        return _scaled(d_hidden, gradient, d_hidden.dtype), _scaled(d_weight, gradient, ctx.dtype), None
 
 
 def fused_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -188,6 +188,11 @@ class Gradients(NamedTuple):
     initial: Tensor
 
 
+def reads_values(mode: int, decays: bool) -> bool:
+    """Whether `backward` reads v where states were kept: for dL/d ln w, where that is wanted apart from dL/d ln e."""
+    return decays or mode == RAW
+
+
 def backward(
     problem: Problem,
     saved: Saved,
@@ -202,7 +207,10 @@ def backward(
     initial: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> Gradients:
-    """Gradients of all inputs from do [B, T, H, V] and the final states' gradient."""
+    """Gradients of all inputs from do [B, T, H, V] and the final states' gradient.
+
+    Without states in `saved` they are computed again; with them and without `reads_values` anything like v will do.
+    """
     p, choice = problem, problem.choice
     q, k, v, gate, do = rows_in_place(q), rows_in_place(k), rows_in_place(v), gate.contiguous(), do.contiguous()
     unused = gate
@@ -220,7 +228,7 @@ def backward(
     width, block = p.width(choice.scan_backward), choice.scan_backward
     blocks = -(-p.value_width // width["BV"])
     programs = p.sequences * p.segments * p.heads * blocks
-    writes = p.decays or p.mode == RAW  # dL/d ln w is needed apart from dL/d ln e
+    writes = reads_values(p.mode, p.decays)
     d_writes = torch.empty(*gate.shape, blocks, **fp32) if writes else unused
     tma = _tma(p, q, k, v, do)
 

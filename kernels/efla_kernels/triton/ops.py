@@ -104,7 +104,7 @@ def _backward(
     d_final: Tensor | None,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     gate: Tensor,
     write: Tensor | None,
     decay: Tensor | None,
@@ -115,7 +115,9 @@ def _backward(
     scale: float,
     segments: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, d_gate, d_write, d_decay, d_initial); see `launch.backward`."""
+    """(dq, dk, dv, d_gate, d_write, d_decay, d_initial); see `launch.backward`. v: None where it is not read."""
+    do = do.contiguous()
+    v = do if v is None else v
     problem = _problem(q, v, decay is not None, cu_seqlens, mode, scale, segments, known_problem)
     return launch.backward(problem, Saved(*saved), do, d_final, q, k, v, gate, write, decay, initial, cu_seqlens)
 
@@ -125,6 +127,7 @@ delta_backward = torch.library.custom_op("efla_kernels::delta_backward", _backwa
 
 @delta_backward.register_fake
 def _(do, d_final, q, k, v, gate, write, decay, initial, cu_seqlens, saved, mode, scale, segments):
+    v = do if v is None else v
     p = _problem(q, v, decay is not None, cu_seqlens, mode, scale, segments)
     fp32 = {"dtype": torch.float32}
     return (
@@ -139,16 +142,18 @@ def _(do, d_final, q, k, v, gate, write, decay, initial, cu_seqlens, saved, mode
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, gate, write, decay, initial, cu_seqlens, mode, scale, segments, *_ = inputs
+    q, k, v, gate, write, decay, initial, cu_seqlens, mode, scale, segments, _, keep_states = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, gate, write, decay, initial, cu_seqlens, *output[2:])
+    read = not keep_states or launch.reads_values(mode, decay is not None)
+    ctx.save_for_backward(q, k, v if read else None, gate, write, decay, initial, cu_seqlens, *output[2:])
     ctx.options = (mode, scale, segments)
 
 
 def _gradient(ctx: Any, do: Tensor | None, d_final: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, gate, write, decay, initial, cu_seqlens, *saved = ctx.saved_tensors
     if do is None:
-        do = torch.zeros_like(v)
+        states = saved[Saved._fields.index("states")]
+        do = torch.zeros_like(v) if v is not None else q.new_zeros(*q.shape[:3], states.shape[-1])
     backward = delta_backward if traced() else _backward
     dq, dk, dv, d_gate, d_write, d_decay, d_initial = backward(
         do, d_final, q, k, v, gate, write, decay, initial, cu_seqlens, saved, *ctx.options
