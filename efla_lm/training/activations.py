@@ -89,7 +89,7 @@ def keeping(forward: Forward, kind: str) -> Forward:
         return checkpoint(forward, hidden, update, *others, **options)
 
     def from_sum(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        # with an update to add, of whatever numbers, all gradients of the stream meet where they do without checkpointing
+        # with an update to add, of whatever numbers, the stream's gradients meet where they do without checkpointing
         return forward(hidden, torch.zeros_like(hidden), *others)
 
     return kept

@@ -62,8 +62,9 @@ def norm_linear(
     with torch.autocast(x.device.type, enabled=False):  # products have their operands' dtype, forward and back
         h, r, logits, *raws = _norm_linear(*inputs, eps, kernels)
     back = x.shape[:-1]
+    # h is no view to autograd: blocks return it, and FSDP warns of views
     return (
-        x if update is None else h.to(x.dtype).view(x.shape),
+        x if update is None else torch.ops.aten._unsafe_view(h.to(x.dtype), x.shape),
         tuple(raw.to(x.dtype).view(*back, weight.shape[0]) for raw, weight in zip(raws, weights)),
         r.detach().view(back),
         None if narrow is None else logits.to(x.dtype).view(*back, narrow.shape[0]),

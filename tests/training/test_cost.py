@@ -28,6 +28,7 @@ from efla_lm.training.activations import keeping
 from efla_lm.training.forecast import clock, forecast
 from scripts.plan import main as plan
 
+aten = torch.ops.aten
 P = 374_362_112  # parameters of the 340M EFLA
 
 
@@ -112,7 +113,7 @@ class Cut(Exception):
 
 def base(node: Any) -> Any:
     """The node whose memory this one shows."""
-    while node.target in (torch.ops.aten.view.default, torch.ops.aten.alias.default):
+    while node.target in (aten.view.default, aten._unsafe_view.default, aten.alias.default):
         node = node.args[0]
     return node
 

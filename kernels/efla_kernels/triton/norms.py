@@ -10,8 +10,9 @@ from torch import Tensor
 from efla_kernels.triton.arguments import power_of_two
 from efla_kernels.triton.dispatch import launch
 
-ROWS, BLOCK = 32, 128  # of `add_norm_kernel`
+TILE, TILE_WITH_GATES = (32, 128), (64, 64)  # rows and columns of `add_norm_kernel`; 64 rows: Hopper's wide products
 LEAST_GATES = 16  # columns of its product
+PER_WARP = 1024  # numbers of each tensor that a warp of the other kernels holds
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -73,6 +74,7 @@ def add_norm_gradient_kernel(
     N,
     D: tl.constexpr,
     G: tl.constexpr,
+    GATES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -87,14 +89,19 @@ def add_norm_gradient_kernel(
     hidden = tl.load(h + place, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(r + rows, mask=inside, other=0.0)
     inner = tl.sum(dx * hidden, 1)
-    for gate in tl.static_range(G):
-        at = rows.to(tl.int64) * G + gate
-        slope = tl.load(d_logits + at, mask=inside, other=0.0).to(tl.float32)
-        inner += slope * tl.load(logits + at, mask=inside, other=0.0).to(tl.float32)
-        slope *= scale
-        tl.store(slopes + at, slope.to(slopes.dtype.element_ty), mask=inside)
-        weights = tl.load(narrow + gate * D + columns, mask=columns < D, other=0.0).to(tl.float32)
-        dx += slope[:, None] * weights[None, :]
+    if G:
+        gates = tl.arange(0, GATES)
+        there = inside[:, None] & (gates < G)[None, :]
+        at = rows.to(tl.int64)[:, None] * G + gates[None, :]
+        slope = tl.load(d_logits + at, mask=there, other=0.0).to(tl.float32)
+        inner += tl.sum(slope * tl.load(logits + at, mask=there, other=0.0).to(tl.float32), 1)
+        tl.store(slopes + at, (slope * scale[:, None]).to(slopes.dtype.element_ty), mask=there)
+        more = tl.zeros([ROWS, BLOCK], tl.float32)
+        for gate in tl.static_range(G):  # so few that a product of matrices would cost more in moves between layouts
+            one = tl.load(d_logits + rows.to(tl.int64) * G + gate, mask=inside, other=0.0).to(tl.float32)
+            weights = tl.load(narrow + gate * D + columns, mask=columns < D, other=0.0).to(tl.float32)
+            more += one[:, None] * weights[None, :]
+        dx += more * scale[:, None]
     dx -= hidden * (inner * scale * scale / D)[:, None]
     if RESIDUAL:
         dx += tl.load(dh + place, mask=mask, other=0.0).to(tl.float32)
@@ -129,10 +136,11 @@ def unit_gradient_kernel(dy, y, r, dx, N, D: tl.constexpr, ROWS: tl.constexpr, B
 
 
 def _whole_rows(N: int, D: int) -> tuple[int, dict[str, int]]:
-    """Programs and options of a kernel that holds rows whole: 32 numbers of each tensor in a thread."""
+    """Programs and options of a kernel that holds rows whole: 32 numbers of each tensor in a thread. A row in one warp,
+    where it fits, waits for no other: warps read while others compute."""
     block = power_of_two(D)
-    rows = max(1, 4096 // block)
-    return -(-N // rows), {"D": D, "ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, block // 1024))}
+    rows = max(1, PER_WARP // block)
+    return -(-N // rows), {"D": D, "ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, block // PER_WARP))}
 
 
 def add_norm(x: Tensor, update: Tensor | None, narrow: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,10 +150,11 @@ def add_norm(x: Tensor, update: Tensor | None, narrow: Tensor | None, eps: float
     x = x.contiguous()
     h = x if update is None else torch.empty_like(x)
     r, logits = x.new_empty(N, dtype=torch.float32), x.new_empty((N, G) if G else 0)
+    rows, columns = TILE_WITH_GATES if G else TILE
     launch(
-        add_norm_kernel, -(-N // ROWS), x, x if update is None else update.contiguous(),
+        add_norm_kernel, -(-N // rows), x, x if update is None else update.contiguous(),
         x if narrow is None else narrow.contiguous(), h, r, logits, N, eps, D=D, G=G,
-        GATES=max(LEAST_GATES, power_of_two(max(G, 1))), ROWS=ROWS, BLOCK=min(BLOCK, power_of_two(max(D, 16))),
+        GATES=max(LEAST_GATES, power_of_two(max(G, 1))), ROWS=rows, BLOCK=min(columns, power_of_two(max(D, 16))),
         UPDATE=update is not None, num_warps=4,
     )  # fmt: skip
     return h, r, logits
@@ -170,7 +179,7 @@ def add_norm_gradient(
     launch(
         add_norm_gradient_kernel, programs, g, g if dh is None else dh.contiguous(), h.contiguous(), r, logits,
         logits if slopes is None else d_logits, g if slopes is None else narrow, logits if slopes is None else slopes,
-        N, G=G, RESIDUAL=dh is not None, **options,
+        N, G=G, GATES=power_of_two(max(G, 1)), RESIDUAL=dh is not None, **options,
     )  # fmt: skip
     return g, slopes
 
