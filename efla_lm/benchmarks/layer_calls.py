@@ -82,7 +82,9 @@ def _convolution(batch: int, tokens: int, widths: tuple[int, ...], bias: bool) -
         return x | {"bias": normal(D)} if bias else x
 
     def own(backend: str) -> Form:
-        return lambda x: efla_kernels.short_convolution(**x, widths=widths, backend=backend)
+        return lambda x: efla_kernels.short_convolution(
+            x["x"], x["weight"], x.get("bias"), widths=widths, backend=backend
+        )
 
     def apart(x: Tensors) -> Tensors:
         """A projection, a convolution and its parameters for each part; Mamba-2's are one in fla too."""
