@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from efla_lm.models.layers import Decay, GatedRMSNorm, RMSNorm, ShortConvolution
+from efla_lm.models.layers import Decay, ShortConvolution
 from efla_lm.models.mixers import Mamba2Mixer
+from efla_lm.models.norms import GatedRMSNorm, RMSNorm
 
 # A = exp(A_log) starts uniform over (low, high]: never log 0. Gated DeltaNet and Mamba-2 as published.
 A_RANGE: dict[type[nn.Module], tuple[float, float]] = {Decay: (0.0, 16.0), Mamba2Mixer: (1.0, 16.0)}

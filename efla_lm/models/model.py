@@ -24,8 +24,9 @@ from efla_lm.models.cache import LayerState, RecurrentCache
 from efla_lm.models.config import EflaConfig
 from efla_lm.models.generation import RecurrentGeneration
 from efla_lm.models.init import initial_value
-from efla_lm.models.layers import Linear, RMSNorm, SwiGLU
+from efla_lm.models.layers import SwiGLU
 from efla_lm.models.mixers import build_mixer
+from efla_lm.models.norms import Linear, RMSNorm, project_normed, summed
 from efla_lm.models.sequence import SequenceInfo, describe, is_left_padded
 
 logger = logging.get_logger(__name__)
@@ -36,19 +37,25 @@ class EflaBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: EflaConfig) -> None:
         super().__init__()
-        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
         self.mixer = build_mixer(config)
         self.mlp: SwiGLU | None = None
         if config.mlp:
-            self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.backend)
 
-    def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
-        normed, gain = self.mixer_norm.apart(hidden)
-        hidden = hidden + self.mixer(normed, info, layer, gain)
+    def forward(
+        self, hidden: Tensor, update: Tensor | None, info: SequenceInfo, layer: LayerState | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x = hidden + update -> the block's result as (hidden, update) again: what comes next reads both anyway."""
+        cached = layer is not None
+        maps = self.mixer.maps()  # type: ignore[operator]
+        hidden, projected = project_normed(self.mixer_norm, maps, hidden, update, cached)
+        update = self.mixer(projected, info, layer)
         if self.mlp is not None:
-            hidden = hidden + self.mlp(*self.mlp_norm.apart(hidden))
-        return hidden
+            hidden, projected = project_normed(self.mlp_norm, self.mlp.maps(), hidden, update, cached)
+            update = self.mlp(projected)
+        return hidden, update
 
 
 @dataclass
@@ -139,14 +146,18 @@ class EflaModel(EflaPreTrainedModel):
         if self.config.mixer == "attention":
             info = info.for_attention(self.config.head_dim, self.config.rope_theta)
         collected = [hidden]
+        update: Tensor | None = None  # what the last block leaves to be added to `hidden`
         for index, block in enumerate(self.layers):
-            hidden = block(hidden, info, None if cache is None else cache.layers[index])
+            if not torch.is_grad_enabled() or self.gradient_checkpointing:
+                # nothing is saved by a later sum, and where a block's inputs are kept one is less than two
+                hidden, update = summed(hidden, update), None
+            hidden, update = block(hidden, update, info, None if cache is None else cache.layers[index])
             if output_hidden_states:
-                collected.append(hidden)
+                collected.append(summed(hidden, update))
         if cache is not None:
             cache.advance(length, info.mask)
         output = EflaOutput(
-            last_hidden_state=self.norm(hidden),
+            last_hidden_state=self.norm(summed(hidden, update)),
             cache=cache,
             hidden_states=tuple(collected) if output_hidden_states else None,
         )

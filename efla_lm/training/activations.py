@@ -1,11 +1,11 @@
 """What a block keeps from its forward pass for its backward pass (`train.activation_checkpointing`).
 
     none        all that the backward pass reads; compiled, what torch.compile thinks best for speed
-    selective   the results of matrix products and of the mixer's op; norms, convolution, gates and casts of weights
-                (and SwiGLU's activation where PyTorch has it) are computed again, most of them inside the backward
-                pass's own kernels
-    products    the results of matrix products alone: the mixer's op is computed again too
-    full        the block's input alone; the block is computed again, products included
+    selective   the stream where a norm reads it, the results of matrix products and of the mixer's op, or of the norm
+                behind it; convolution, gates and casts of weights (and SwiGLU's activation where PyTorch has it) are
+                computed again, most of them inside the backward pass's own kernels
+    products    the stream and the results of matrix products alone: the mixer's op is computed again too
+    full        the block's input alone, summed; the block is computed again, products included
 
 `efla_lm.training.cost` counts what that is. Nothing in a block draws random numbers, so no generator's state is kept.
 """
@@ -18,9 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-Forward = Callable[..., torch.Tensor]
+from efla_lm.models.norms import summed
+
+Forward = Callable[..., tuple[Tensor, Tensor]]  # (hidden, update, ...) -> (hidden, update), see `EflaBlock`
 KINDS = ("none", "selective", "products", "full")
 
 aten = torch.ops.aten
@@ -34,7 +37,7 @@ PRODUCTS = {
 }
 
 # of efla_kernels, whose other ops are the mixers'
-OUR_PRODUCTS = ("swiglu_linear",)
+OUR_PRODUCTS = ("swiglu_linear", "norm_linear")
 CHEAP = ("convolution",)
 
 
@@ -78,11 +81,16 @@ def keeping(forward: Forward, kind: str) -> Forward:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, POLICIES[kind])
 
     @functools.wraps(forward)
-    def kept(*inputs: Any) -> torch.Tensor:
+    def kept(hidden: Tensor, update: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
         if not torch.is_grad_enabled():
-            return forward(*inputs)
-        result: torch.Tensor = checkpoint(forward, *inputs, **options)
-        return result
+            return forward(hidden, update, *others)
+        if kind == "full" and update is not None:  # one input is kept instead of two
+            return checkpoint(from_sum, summed(hidden, update), *others, **options)
+        return checkpoint(forward, hidden, update, *others, **options)
+
+    def from_sum(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        # with an update to add, of whatever numbers, the stream's gradients meet where they do without checkpointing
+        return forward(hidden, torch.zeros_like(hidden), *others)
 
     return kept
 

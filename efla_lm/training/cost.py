@@ -70,10 +70,12 @@ def saved_per_token(config: EflaConfig, keeping: str = "none") -> float:
     brackets is not kept with keeping="selective", what is in braces not with "products" either
     (`efla_lm.training.activations`):
 
-        every block       D (its input) [+ D (normed)]
-        with SwiGLU       D (projected mixer output) [+ D (the normed stream)] + 2 F (gate and up)
-        delta rules       3 A (before the convolution) [+ 2 A (q, k) + A (normed)] {+ A (output)}
-                          [+ A (v) with a decay or backend=triton_recompute] + A with an output gate
+        every block       D (the stream that its norm reads) + 2 (the norm's factors, fp32)
+        with SwiGLU       D + 2 (the same before it) + 2 F (gate and up)
+        delta rules       3 A (before the convolution) [+ 2 A (q, k)] + H (gates' logits; 2 H with a decay)
+                          [+ A (v) with a decay or backend=triton_recompute]
+                          {+ A + 2 H (the normed output and its factors)}, or with an output gate
+                          + A (gate) {+ A (output)} [+ A (normed and gated)]
                           {+ H (C + table)}  (inverse; the gates' table of 8 numbers, gated: 10)
                           {+ H (C + K V / C + V)}  (scores, chunk states, solved rows; not with
                           backend=triton_recompute)
@@ -93,16 +95,18 @@ def saved_per_token(config: EflaConfig, keeping: str = "none") -> float:
         mixer += 0 if keeping == "products" else op
     elif config.mixer in DELTA_MIXERS:
         K = V = config.head_dim
-        table = 8 if config.mixer in ("efla", "deltanet") else 10
-        op = A + H * (CHUNK + table) + states * H * (CHUNK + K * V / CHUNK + V)
-        values = config.mixer in GATED_MIXERS or not states
-        mixer = (3 if again else 6 + values) * A + (A if config.output_gate else 0)
+        decays = config.mixer in GATED_MIXERS
+        op = A + H * (CHUNK + (10 if decays else 8)) + states * H * (CHUNK + K * V / CHUNK + V)
+        op += 0 if config.output_gate else 2 * H
+        mixer = (3 if again else 5 + (decays or not states)) * A + (2 if decays else 1) * H
+        if config.output_gate:
+            mixer += (1 if again else 2) * A
         mixer += 0 if keeping == "products" else op
     else:
         mixer = 4 * A + 2 * H
-    elements: float = (1 if again else 2) * D + mixer
+    elements: float = D + 2 + mixer
     if config.mlp:
-        elements += (1 if again else 2) * D + 2 * F
+        elements += D + 2 + 2 * F
     return float(elements)
 
 

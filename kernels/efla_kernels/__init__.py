@@ -21,6 +21,7 @@ from efla_kernels.decode import decode_step, fuses_decoding
 from efla_kernels.last import last_weights
 from efla_kernels.loss import linear_cross_entropy
 from efla_kernels.mamba import fuses_mamba2_step, mamba2, mamba2_step, ssd
+from efla_kernels.norms import norm_linear, unit_rms_norm
 from efla_kernels.ops import delta_rule, deltanet, efla, gated_deltanet, gated_efla, model_coefficients
 
 register_backend("torch", SimpleNamespace(delta_rule=_chunked.delta_rule, ssd=_chunked.ssd))
@@ -53,6 +54,7 @@ __all__ = [
     "mamba2",
     "mamba2_step",
     "model_coefficients",
+    "norm_linear",
     "register_backend",
     "relative_exp",
     "relative_exp_slope",
@@ -62,4 +64,5 @@ __all__ = [
     "ssd",
     "swiglu_linear",
     "unit_norm",
+    "unit_rms_norm",
 ]

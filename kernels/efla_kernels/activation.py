@@ -47,4 +47,4 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor, *, row_scale: Tensor | None =
             y = project(rows, weight, factors)
         else:  # the interpreter rounds to 16 bits by truncation: nothing of 16 bits reaches it
             y = project(rows.float(), weight.float(), factors).to(gate_up.dtype)
-        return y.view(*gate_up.shape[:-1], -1)
+        return torch.ops.aten._unsafe_view(y, [*gate_up.shape[:-1], weight.shape[0]])  # see `norm_linear`

@@ -144,7 +144,9 @@ def _torch(
         y = _shifted_products(padded, weight, T, starts)
         y = y if bias is None else y + bias.to(y.dtype)
         return F.silu(y).to(dtype)
-    factors, shift = weight[:, None].to(padded.dtype), None if bias is None else bias.to(padded.dtype)
+    # rounded to x's dtype, which conv1d asks of them where no factors have made x fp32
+    factors = weight[:, None].to(dtype).to(padded.dtype)
+    shift = None if bias is None else bias.to(dtype).to(padded.dtype)
     y = F.conv1d(padded.transpose(1, 2), factors, shift, groups=weight.shape[0])
     # contiguous before SiLU: its backward would otherwise walk two layouts at once
     return F.silu(y.transpose(1, 2).contiguous()).to(dtype)

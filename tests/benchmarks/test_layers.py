@@ -14,7 +14,7 @@ from efla_lm.benchmarks import layer_report, layer_run
 from efla_lm.benchmarks.calls import Unserved
 from efla_lm.benchmarks.layer_calls import EPS, Layer, make_layer
 from efla_lm.benchmarks.layer_settings import LAYERS, LayerBenchSettings
-from efla_lm.models.layers import GatedRMSNorm, RMSNorm
+from efla_lm.models.norms import GatedRMSNorm, RMSNorm
 from scripts import bench_layers
 
 WIDTH, VOCABULARY = 128, 50

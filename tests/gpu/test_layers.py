@@ -1,10 +1,11 @@
-"""The convolution group and the fused loss on a GPU: against float64, in every type, compiled, and the same twice."""
+"""Convolution group, norms, SwiGLU and loss on a GPU: against float64, in every type, compiled, the same bits twice."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from efla_kernels import linear_cross_entropy, short_convolution, swiglu_linear
+import torch.nn.functional as F
+from efla_kernels import linear_cross_entropy, norm_linear, short_convolution, swiglu_linear, unit_rms_norm
 from efla_kernels.accuracy_layers import ConvolutionCase, LossCase
 from efla_kernels.loss import logit_rows
 from efla_kernels.selftest import run_row
@@ -118,3 +119,79 @@ def test_swiglu_keeps_its_inputs_alone() -> None:
     before = torch.cuda.memory_allocated()
     y = swiglu_linear(gate_up, weight)
     assert torch.cuda.memory_allocated() - before <= 1.01 * y.numel() * 2
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize(
+    ("rows", "width", "outputs", "gates", "updates"),
+    [
+        ((3, 335), 1024, (384, 128), 8, True),
+        ((777,), 2048, (256,), 16, True),
+        ((515,), 1000, (72,), 0, False),
+        ((300,), 1536, (72,), 33, False),
+    ],
+)
+def test_norm_linear_against_float64(
+    rows: tuple[int, ...], width: int, outputs: tuple[int, ...], gates: int, updates: bool, dtype: torch.dtype
+) -> None:
+    """Plain and compiled, products times the norm's factors; in 16 bits each product and gradient is rounded."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator, device="cuda") * scale).to(dtype)
+
+    inputs = {"x": normal(*rows, width), "update": normal(*rows, width) if updates else None}
+    inputs["x"].view(-1, width)[::3] *= 1e-2
+    inputs |= {f"weight{i}": normal(O, width, scale=width**-0.5) for i, O in enumerate(outputs)}
+    inputs["narrow"] = normal(gates, width, scale=width**-0.5) if gates else None
+    slopes = [normal(*rows, O) for O in (width, *outputs, *([gates] if gates else []))]
+
+    def plain(x: Tensor, update: Tensor | None, weights: list[Tensor], narrow: Tensor | None) -> list[Tensor]:
+        h = x if update is None else x + update
+        normed = F.rms_norm(h, (width,), eps=1e-6)
+        return [h, *(normed @ w.t() for w in weights), *([] if narrow is None else [normed @ narrow.t()])]
+
+    def fused(x: Tensor, update: Tensor | None, weights: list[Tensor], narrow: Tensor | None) -> list[Tensor]:
+        h, raws, r, logits = norm_linear(x, update, weights, narrow, eps=1e-6)
+        return [h, *((raw * r[..., None]).to(dtype) for raw in raws), *([] if logits is None else [logits])]
+
+    results = []
+    for form in (plain, fused, torch.compile(fused, fullgraph=True)):
+        wide = torch.float64 if form is plain else dtype
+        leaves = {n: None if t is None else t.to(wide, copy=True).requires_grad_() for n, t in inputs.items()}
+        weights = [t for n, t in leaves.items() if n.startswith("weight") and t is not None]
+        results.append(form(leaves["x"], leaves["update"], weights, leaves["narrow"]))
+        there = [t for t in leaves.values() if t is not None]
+        results[-1] += torch.autograd.grad(results[-1], there, [t.to(wide) for t in slopes])
+    for got in results[1:]:
+        for ours, x in zip(got, results[0], strict=True):
+            assert ours.dtype == dtype and ours.shape == x.shape
+            assert (ours.double() - x).norm() <= (3e-6 if dtype == torch.float32 else 5e-3) * x.norm()
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("shape", [(3, 1333, 128), (1001, 96), (7, 4096)])
+def test_unit_norm_against_float64(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, dy = (torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in range(2))
+    leaf = x.double().requires_grad_()
+    truth = F.rms_norm(leaf, shape[-1:], eps=1e-6)
+    expected = (truth, *torch.autograd.grad(truth, leaf, dy.double()))
+    for form in (unit_rms_norm, torch.compile(unit_rms_norm, fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        y = form(leaf, eps=1e-6)
+        for got, t in zip((y, *torch.autograd.grad(y, leaf, dy)), expected, strict=True):
+            assert (
+                got.dtype == dtype
+                and (got.double() - t).norm() <= (1e-6 if dtype == torch.float32 else 5e-3) * t.norm()
+            )
+
+
+def test_norm_linear_keeps_the_stream_and_its_factors() -> None:
+    """Between the passes: the sum of the stream, a factor for each row, and the results."""
+    x, update = (torch.randn(4096, 1024, device="cuda", dtype=BF16).requires_grad_() for _ in range(2))
+    weight = torch.randn(64, 1024, device="cuda", dtype=BF16).requires_grad_()
+    norm_linear(x, update, [weight], eps=1e-6)[1][0].sum().backward()  # cuBLAS takes its workspace
+    before = torch.cuda.memory_allocated()
+    h, raws, r, _ = norm_linear(x, update, [weight], eps=1e-6)
+    assert torch.cuda.memory_allocated() - before <= 1.01 * (h.nbytes + raws[0].nbytes + r.nbytes)

@@ -7,8 +7,10 @@ import torch
 from efla_kernels import swiglu_linear
 from efla_kernels.selftest import poisoned_memory
 from efla_kernels.triton import swiglu as kernels
+from torch import Tensor
 
 from efla_lm.models.layers import SwiGLU
+from efla_lm.models.norms import Projected
 from efla_lm.training.activations import keeping
 from tests.kernels.test_swiglu import SHAPES, case, factors, truth
 
@@ -64,11 +66,15 @@ def test_checkpointed(compiled: bool, kind: str) -> None:
     torch.manual_seed(0)
     layer = SwiGLU(16, 24, backend="triton")
     x, dy = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
-    kept = keeping(layer.forward, kind)
+
+    def block(hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        return hidden, layer(Projected((layer.gate_up_proj(hidden),)))
+
+    kept = keeping(block, kind)
     results = []
-    for forward in (torch.compile(kept, fullgraph=True) if compiled else kept, layer.forward):
+    for forward in (torch.compile(kept, fullgraph=True) if compiled else kept, block):
         leaf = x.clone().requires_grad_()
-        y = forward(leaf)
+        _, y = forward(leaf, None)
         results.append([y, *torch.autograd.grad(y, [leaf, *layer.parameters()], dy)])
         layer.backend = "torch"
     for got, expected in zip(*results, strict=True):

@@ -8,7 +8,7 @@ import torch
 from accelerate import cpu_offload
 from torch import Tensor, nn
 
-from efla_lm.models.layers import Linear
+from efla_lm.models.norms import Linear
 from tests.models.tiny import MODELS, tiny_model, tokens
 
 

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from efla_lm import EflaForCausalLM
-from efla_lm.models.layers import Decay, GatedRMSNorm, Linear, RMSNorm, ShortConvolution
+from efla_lm.models.layers import Decay, ShortConvolution
 from efla_lm.models.mixers import Mamba2Mixer
+from efla_lm.models.norms import GatedRMSNorm, Linear, Maps, RMSNorm, project_back, project_normed
 from tests.models.tiny import MODELS, VOCABULARY, tiny_model, tokens
 
 RECURRENT = [mixer for mixer in MODELS if mixer != "attention"]
@@ -209,7 +210,7 @@ def test_short_convolution_by_hand() -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_a_norms_weight_may_go_into_the_product_behind_it(heads: int, gated: bool) -> None:
+def test_an_output_norms_weight_goes_into_the_product_behind_it(heads: int, gated: bool) -> None:
     """Same results and gradients; without gradients the norm does all of it."""
     torch.manual_seed(0)
     norm = (GatedRMSNorm if gated else RMSNorm)(8, 1e-6)
@@ -218,12 +219,59 @@ def test_a_norms_weight_may_go_into_the_product_behind_it(heads: int, gated: boo
     inputs = [torch.randn(2, 7, heads, 8, requires_grad=True) for _ in range(1 + gated)]
     leaves = [*inputs, norm.weight, linear.weight]
     dy = torch.randn(2, 7, 5)
-    y, gain = norm.apart(*inputs)
-    assert gain is norm.weight
-    together, apart = linear(norm(*inputs).flatten(2)), linear(y.flatten(2), gain)
+    together, apart = linear(norm(*inputs).flatten(2)), project_back(norm, linear, *inputs)
     torch.testing.assert_close(apart, together, rtol=1e-5, atol=1e-6)
     for got, expected in zip(*(torch.autograd.grad(x, leaves, dy) for x in (apart, together)), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        y, gain = norm.apart(*inputs)
-        assert gain is None and torch.equal(y, norm(*inputs))
+        assert torch.equal(project_back(norm, linear, *inputs), together)
+
+
+@pytest.mark.parametrize("narrow", [0, 1, 2])
+@pytest.mark.parametrize("updates", [False, True])
+def test_maps_of_a_norm_read_the_stream_itself(updates: bool, narrow: int) -> None:
+    """The factors that are left make it the same, gradients included."""
+    torch.manual_seed(0)
+    norm = RMSNorm(16, 1e-6)
+    torch.nn.init.normal_(norm.weight)
+    maps = Maps([Linear(16, 24), Linear(16, 8)], [Linear(16, 3) for _ in range(narrow)])
+    x = torch.randn(2, 7, 16, requires_grad=True)
+    update = torch.randn(2, 7, 16, requires_grad=True) if updates else None
+    leaves = [x, *([] if update is None else [update]), norm.weight, *(f.weight for f in (*maps.wide, *maps.narrow))]
+    found = []
+    for cached in (False, True):
+        h, projected = project_normed(norm, maps, x, update, cached)
+        assert (projected.scale is None) == cached
+        results = [h, *(projected.scaled(y) for y in projected.wide), *projected.narrow]
+        slopes = [torch.randn(y.shape, generator=torch.Generator().manual_seed(i)) for i, y in enumerate(results)]
+        found.append([*results, *torch.autograd.grad(results, leaves, slopes)])
+    for fused, plain in zip(*found, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert project_normed(norm, maps, x, update)[1].scale is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_dtypes_whose_norms_come_first(dtype: torch.dtype) -> None:
+    """A long row of fp16 overflows in a product that is normed behind it."""
+    norm, linear = RMSNorm(16, 1e-6).to(dtype), Linear(16, 4).to(dtype)
+    x = torch.full((1, 2, 16), 6e4, dtype=dtype, requires_grad=True)
+    _, projected = project_normed(norm, Maps([linear]), x, None)
+    assert projected.scale is None and projected.wide[0].isfinite().all()
+
+
+@pytest.mark.parametrize("mixer", MODELS)
+@pytest.mark.parametrize("mask", [None, "left", "right"])
+def test_a_model_in_training_is_the_model(mixer: str, mask: str | None) -> None:
+    """Loss and all gradients against float64, which norms first and multiplies then."""
+    model, ids = tiny_model(mixer), tokens(2, 70)
+    attention_mask = None
+    if mask is not None:
+        attention_mask = torch.ones_like(ids)
+        attention_mask[0, :9] = 0
+        attention_mask = attention_mask if mask == "left" else attention_mask.flip(1)
+    loss, found = gradients(model, ids, attention_mask=attention_mask)
+    exact, truth = gradients(model.double(), ids, attention_mask=attention_mask)
+    assert loss == pytest.approx(exact, rel=1e-6)
+    for name, gradient in found.items():
+        assert (gradient - truth[name]).norm() <= 1e-5 * truth[name].norm(), name

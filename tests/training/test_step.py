@@ -119,10 +119,11 @@ def test_bf16_computes_in_bf16_and_keeps_fp32(world: distributed.World, mixer: s
     seen: dict[str, torch.dtype] = {}
 
     def note(module: nn.Module, args: tuple[object, ...]) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            seen[name if distributed.is_whole(name) else type(module).__name__] = parameter.dtype
+        for part in module.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                seen[name if distributed.is_whole(name) else type(part).__name__] = parameter.dtype
 
-    for module in model.modules():
+    for module in (model.model.embeddings, *(block.mixer for block in model.model.layers)):
         module.register_forward_pre_hook(note)
     optimizer = adamw(model)
     verdict = update(model, optimizer, cut(ragged_batch(), 4), world, replicas=1, clip_norm=1.0, stop=False)

@@ -20,7 +20,7 @@ MIXER_CLASSES: dict[str, type[nn.Module]] = {
 
 
 def build_mixer(config: EflaConfig) -> nn.Module:
-    """The mixer of one block; called as mixer(hidden [B, T, hidden_size], SequenceInfo, LayerState or None)."""
+    """The mixer of one block; called as mixer(what its `maps` gave, SequenceInfo, LayerState or None)."""
     return MIXER_CLASSES[config.mixer](config)
 
 

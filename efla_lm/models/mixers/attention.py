@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import EflaConfig
-from efla_lm.models.layers import Linear, project
+from efla_lm.models.norms import Linear, Maps, Projected
 from efla_lm.models.rotary import rotate
 from efla_lm.models.sequence import SequenceInfo
 
@@ -24,14 +24,16 @@ class AttentionMixer(nn.Module):
         self.qkv_proj = Linear(config.hidden_size, 3 * config.key_size)
         self.o_proj = Linear(config.key_size, config.hidden_size)
 
-    def forward(
-        self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None, gain: Tensor | None = None
-    ) -> Tensor:
-        """hidden [B, T, hidden_size] (times `gain`, see `project`) -> the same; reads and extends the keys and values
-        of `layer` if there is one."""
+    def maps(self) -> Maps:
+        """What reads the norm before it."""
+        return Maps([self.qkv_proj])
+
+    def forward(self, projected: Projected, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
+        """What `maps` gave -> [B, T, hidden_size]; reads and extends the keys and values of `layer` if there is one."""
         if info.rotary is None:
             raise ValueError("attention needs SequenceInfo.for_attention(...)")
-        q, k, v = project(self.qkv_proj, hidden, gain).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
+        qkv = projected.scaled(*projected.wide)
+        q, k, v = qkv.unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
         q, k = rotate(q, info.rotary), rotate(k, info.rotary)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if layer is not None:

@@ -12,6 +12,7 @@ The op normalises q in all four, k in the DeltaNets only, and derives erase, wri
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import efla_kernels
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import GATED_MIXERS, EflaConfig
-from efla_lm.models.layers import Decay, GatedRMSNorm, Linear, RMSNorm, ShortConvolution, at_hand, project
+from efla_lm.models.layers import Decay, ShortConvolution
+from efla_lm.models.norms import GatedRMSNorm, Linear, Maps, Projected, RMSNorm, at_hand, project_back
 from efla_lm.models.sequence import SequenceInfo
 
 RULES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
@@ -50,27 +52,29 @@ class DeltaMixer(nn.Module):
             self.a_proj = Linear(hidden, heads)
             self.decay = Decay(heads)
         self.g_proj: Linear | None = None
-        self.o_norm: RMSNorm | GatedRMSNorm = RMSNorm(config.head_dim, config.norm_eps)
+        self.o_norm: RMSNorm | GatedRMSNorm = RMSNorm(config.head_dim, config.norm_eps, config.backend)
         if config.output_gate:
             self.g_proj = Linear(hidden, width)
             self.o_norm = GatedRMSNorm(config.head_dim, config.norm_eps)
         self.o_proj = Linear(width, hidden)
 
-    def forward(
-        self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None, gain: Tensor | None = None
-    ) -> Tensor:
-        """hidden [B, T, hidden_size] (times `gain`, see `project`) -> the same; reads and replaces the states of
-        `layer` when there is one."""
-        x = info.hide_padding(hidden)
-        if layer is not None and self._decodes(x, info, layer):
-            return self._decode(x[:, 0], layer).unsqueeze(1)
-        *qkv, conv_state = self.qkv_conv(project(self.qkv_proj, x, gain), None if layer is None else layer.conv, info)
+    def maps(self) -> Maps:
+        """What reads the norm before it."""
+        wide = [self.qkv_proj] if self.g_proj is None else [self.qkv_proj, self.g_proj]
+        return Maps(wide, [self.b_proj] if self.decay is None else [self.b_proj, self.a_proj])
+
+    def forward(self, projected: Projected, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
+        """What `maps` gave -> [B, T, hidden_size]; reads and replaces the states of `layer` when there is one."""
+        if layer is not None and self._decodes(projected.wide[0], info, layer):
+            return self._decode(projected, layer)
+        projected = projected.hide_padding(info)
+        qkv, *gate = projected.wide
+        *parts, conv_state = self.qkv_conv(qkv, None if layer is None else layer.conv, info, projected.scale)
         # The convolution carries tokens into padding on their right: k = v = 0 there keeps the state as it is.
-        q, k, v = (info.hide_padding(part).unflatten(-1, (self.heads, self.head_dim)) for part in qkv)
-        gates = [project(self.b_proj, x, gain)]
+        q, k, v = (info.hide_padding(part).unflatten(-1, (self.heads, self.head_dim)) for part in parts)
+        gates = [projected.narrow[0]]
         if self.decay is not None:
-            log_g = self.decay(project(self.a_proj, x, gain))
-            gates.append(info.hide_padding(log_g))  # 0: padding does not decay
+            gates.append(info.hide_padding(self.decay(projected.narrow[1])))  # 0: padding does not decay
         o, state = self.rule(
             q, k, v, *gates,
             initial_state=None if layer is None else layer.state,
@@ -80,9 +84,8 @@ class DeltaMixer(nn.Module):
         )  # fmt: skip
         if layer is not None:
             layer.conv, layer.state = conv_state.clone(), state
-        gate = [] if self.g_proj is None else [project(self.g_proj, x, gain).unflatten(-1, (self.heads, self.head_dim))]
-        o, o_gain = self.o_norm.apart(o, *gate)
-        return project(self.o_proj, o.flatten(2), o_gain)
+        gate = [projected.scaled(g).unflatten(-1, (self.heads, self.head_dim)) for g in gate]
+        return project_back(self.o_norm, self.o_proj, o, *gate)
 
     def _decodes(self, x: Tensor, info: SequenceInfo, layer: LayerState) -> bool:
         """Whether this pass is one token per sequence that the fused step may serve: no gradient, nothing masked."""
@@ -93,17 +96,19 @@ class DeltaMixer(nn.Module):
             return False
         return efla_kernels.fuses_decoding(self.backend, x.device, self.rule_name)
 
-    def _decode(self, x: Tensor, layer: LayerState) -> Tensor:
-        """x [B, hidden_size] -> the same; everything between the projections in one kernel, states in place."""
+    def _decode(self, projected: Projected, layer: LayerState) -> Tensor:
+        """Everything between the projections of one token in one kernel, states in place; [B, 1, hidden_size]."""
         assert layer.conv is not None and layer.state is not None
-        qkv = self.qkv_proj(x)
+        qkv, *gate = (x[:, 0] for x in projected.wide)
+        logits = [x[:, 0] for x in projected.narrow]
         layer.conv = layer.conv.to(qkv.dtype).contiguous()
-        decay = {}
+        decay: dict[str, Any] = {}
         if self.decay is not None:
-            decay = {"decay_logit": self.a_proj(x), "A_log": self.decay.A_log, "dt_bias": self.decay.dt_bias}
-        gate = None if self.g_proj is None else self.g_proj(x).unflatten(-1, (self.heads, self.head_dim))
+            decay = {"decay_logit": logits[1], "A_log": self.decay.A_log, "dt_bias": self.decay.dt_bias}
+        output_gate = gate[0].unflatten(-1, (self.heads, self.head_dim)) if gate else None
         y = efla_kernels.decode_step(
-            self.rule_name, qkv, layer.conv, self.qkv_conv.weight.to(qkv.dtype), self.b_proj(x), layer.state,
-            self.o_norm.weight.to(qkv.dtype), output_gate=gate, norm_eps=self.norm_eps, backend=self.backend, **decay,
+            self.rule_name, qkv, layer.conv, self.qkv_conv.weight.to(qkv.dtype), logits[0], layer.state,
+            self.o_norm.weight.to(qkv.dtype), output_gate=output_gate, norm_eps=self.norm_eps, backend=self.backend,
+            **decay,
         )  # fmt: skip
-        return self.o_proj(y.flatten(1))
+        return self.o_proj(y.flatten(1)).unsqueeze(1)

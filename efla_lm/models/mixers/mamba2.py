@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import EflaConfig
-from efla_lm.models.layers import GatedRMSNorm, Linear, ShortConvolution, project
+from efla_lm.models.layers import ShortConvolution
+from efla_lm.models.norms import GatedRMSNorm, Linear, Maps, Projected, project_back
 from efla_lm.models.sequence import SequenceInfo
 
 
@@ -37,14 +38,17 @@ class Mamba2Mixer(nn.Module):
         self.out_proj = Linear(self.inner, config.hidden_size)
         self.out_proj.init_scale = config.num_hidden_layers**-0.5  # as published: residual outputs start smaller
 
-    def forward(
-        self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None, gain: Tensor | None = None
-    ) -> Tensor:
-        """hidden [B, T, hidden_size] (times `gain`, see `project`) -> the same; reads and replaces the states of
-        `layer` when there is one."""
-        projected = project(self.in_proj, info.hide_padding(hidden), gain)
-        z, xbc, dt = projected.split((self.inner, self.conv_size, self.heads), dim=-1)
-        x, B, C, conv_state = self.conv(xbc, None if layer is None else layer.conv, info)
+    def maps(self) -> Maps:
+        """What reads the norm before it."""
+        return Maps([self.in_proj])
+
+    def forward(self, projected: Projected, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
+        """What `maps` gave -> [B, T, hidden_size]; reads and replaces the states of `layer` when there is one."""
+        projected = projected.hide_padding(info)
+        (joined,) = projected.wide
+        z, xbc, dt = joined.split((self.inner, self.conv_size, self.heads), dim=-1)
+        z, dt = projected.scaled(z), projected.scaled(dt)
+        x, B, C, conv_state = self.conv(xbc, None if layer is None else layer.conv, info, projected.scale)
         x = x.unflatten(-1, (self.heads, self.head_dim))
         B, C = (t.unflatten(-1, (self.groups, self.state_size)) for t in (B, C))
         A_log, D, dt_bias = self.A_log.float(), self.D.float(), self.dt_bias.float()
@@ -64,7 +68,7 @@ class Mamba2Mixer(nn.Module):
         )  # fmt: skip
         if layer is not None:
             layer.conv, layer.state = conv_state.clone(), state
-        return project(self.out_proj, *self.norm.apart(y.flatten(2), z))
+        return project_back(self.norm, self.out_proj, y.flatten(2), z)
 
     def _decodes(self, x: Tensor, info: SequenceInfo) -> bool:
         """Whether this pass is one token per sequence that the fused step may serve: no gradient, nothing masked."""
