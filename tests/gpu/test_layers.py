@@ -20,6 +20,12 @@ pytestmark = [
 BF16 = torch.bfloat16
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """torch.compile gives up on a function after eight forms, which the cases of one test together exceed."""
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("row", layer_rows(), ids=lambda row: row.name)
 def test_the_self_tests_rows(row: Row) -> None:
     """Outputs and all gradients against float64, in memory filled with NaN."""

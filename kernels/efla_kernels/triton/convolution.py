@@ -14,7 +14,7 @@ from efla_kernels.triton.eager import differentiable, traced, wants_gradient
 
 PARTS = 3
 SHORTEST = 32  # tokens of a strip in the backward pass: the 3 of the next one that it reads as well are a tenth
-FEWEST_PROGRAMS = 2112  # of one warp: 16 on each of an H200's multiprocessors, which has registers for as many
+FEWEST_PROGRAMS = 1056  # of one warp: 8 on each of an H200's multiprocessors, half of what its registers take
 
 
 class Block(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 from efla_kernels.triton.arguments import power_of_two
 from efla_kernels.triton.dispatch import launch
 
-TILE, TILE_WITH_GATES = (32, 128), (64, 64)  # rows and columns of `add_norm_kernel`; 64 rows: Hopper's wide products
+TILE, TILE_WITH_GATES = (32, 128), (64, 128)  # rows and columns of `add_norm_kernel`; 64 rows: Hopper's wide products
 LEAST_GATES = 16  # columns of its product
 PER_WARP = 1024  # numbers of each tensor that a warp of the other kernels holds
 
@@ -137,10 +137,11 @@ def unit_gradient_kernel(dy, y, r, dx, N, D: tl.constexpr, ROWS: tl.constexpr, B
 
 def _whole_rows(N: int, D: int) -> tuple[int, dict[str, int]]:
     """Programs and options of a kernel that holds rows whole: 32 numbers of each tensor in a thread. A row in one warp,
-    where it fits, waits for no other: warps read while others compute."""
+    where it fits, waits for no other: warps read while others compute. Of wider rows two go together, which read the
+    weights of the gates once."""
     block = power_of_two(D)
-    rows = max(1, PER_WARP // block)
-    return -(-N // rows), {"D": D, "ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, block // PER_WARP))}
+    rows = PER_WARP // block if block <= PER_WARP else 2
+    return -(-N // rows), {"D": D, "ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // PER_WARP))}
 
 
 def add_norm(x: Tensor, update: Tensor | None, narrow: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
