@@ -130,17 +130,18 @@ def cross_entropy_kernel(
     log_sum = tl.log(total) - exponent(top, c) * LN_2  # of exp(x - top): c is rounded, and every term off by as much
     tl.store(losses + row, tl.where(counted, top - at_target + log_sum, 0.0))
     if GRADIENT:
-        factor = tl.where(counted, 1.0 / total, 0.0)
+        factor = 1.0 / total
         if HELD:
             tl.debug_barrier()  # the row lies over logits that other threads have loaded
-            tl.store(gradient + columns, (e * factor).to(gradient.dtype.element_ty), mask=columns < V)
+            p = tl.where(counted, e * factor, 0.0)  # 0 whatever the logits are, NaN too
+            tl.store(gradient + columns, p.to(gradient.dtype.element_ty), mask=columns < V)
         else:
             for start in range(0, V, BLOCK):
                 inside = start + columns < V
                 x = tl.load(logits + start + columns, mask=inside, other=float("-inf"), eviction_policy="evict_first")
                 # what is stored next lies over logits that other threads load up to here, never over later ones
                 tl.debug_barrier()
-                p = raised(x, c) * factor
+                p = tl.where(counted, raised(x, c) * factor, 0.0)
                 tl.store(gradient + start + columns, p.to(gradient.dtype.element_ty), mask=inside)
         tl.debug_barrier()  # the target's own number comes last
         p = raised(at_target, c) * factor - 1.0
