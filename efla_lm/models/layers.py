@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from efla_lm.models.norms import Linear, Maps, Projected, at_hand
+from efla_lm.models.norms import Linear, Maps, Projected, is_bare
 from efla_lm.models.sequence import SequenceInfo
 
 
@@ -31,7 +31,7 @@ class SwiGLU(nn.Module):
     def forward(self, projected: Projected) -> Tensor:
         """What `maps` gave -> [..., hidden_size]."""
         (gate_up,) = projected.wide
-        if type(self.down_proj) is Linear and at_hand(self.down_proj.weight, gate_up):
+        if is_bare(self.down_proj, gate_up):
             weight = self.down_proj.weight.to(gate_up.dtype)
             return efla_kernels.swiglu_linear(gate_up, weight, row_scale=projected.scale, backend=self.backend)
         gate, up = projected.scaled(gate_up).chunk(2, dim=-1)

@@ -48,13 +48,16 @@ class EflaBlock(GradientCheckpointingLayer):
         self, hidden: Tensor, update: Tensor | None, info: SequenceInfo, layer: LayerState | None = None
     ) -> tuple[Tensor, Tensor]:
         """x = hidden + update -> the block's result as (hidden, update) again: what comes next reads both anyway."""
-        cached = layer is not None
+        cached, untouched = layer is not None, update is None
         maps = self.mixer.maps()  # type: ignore[operator]
         hidden, projected = project_normed(self.mixer_norm, maps, hidden, update, cached)
         update = self.mixer(projected, info, layer)
         if self.mlp is not None:
             hidden, projected = project_normed(self.mlp_norm, self.mlp.maps(), hidden, update, cached)
             update = self.mlp(projected)
+        elif untouched and torch.is_grad_enabled():
+            # the input itself goes on, which FSDP has made a view of: it warns of views among results
+            hidden = torch.ops.aten._unsafe_view(hidden, hidden.shape)
         return hidden, update
 
 

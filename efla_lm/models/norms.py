@@ -117,6 +117,19 @@ def at_hand(weight: Tensor, x: Tensor) -> bool:
     return weight.device == x.device
 
 
+def is_bare(module: nn.Module, x: Tensor) -> bool:
+    """Whether a map or a norm may be used by its weight alone, uncalled, for x.
+
+    Not where a user has put something else in its place (adapters, quantised weights, other norms), where hooks wait
+    for its call (pruning and the older weight norm make the weight in one), or where its weight is offloaded.
+    """
+    if type(module) not in (Linear, RMSNorm, GatedRMSNorm):
+        return False
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    return at_hand(module.weight, x)  # type: ignore[arg-type]
+
+
 def summed(hidden: Tensor, update: Tensor | None) -> Tensor:
     """hidden + update, where there is one."""
     return hidden if update is None else hidden + update
@@ -153,10 +166,8 @@ def project_back(norm: RMSNorm | GatedRMSNorm, linear: nn.Module, x: Tensor, *ga
 
 def _folds(norm: RMSNorm | GatedRMSNorm, linears: Sequence[nn.Module], x: Tensor) -> bool:
     """Whether the norm's weight goes into `linears`: for its gradient, a sum over their weights instead of one more
-    pass over all tokens. Adapters and quantised weights, which stand where a user puts them, get the norm's result."""
-    if not torch.is_grad_enabled() or not at_hand(norm.weight, x):
-        return False
-    return all(type(f) is Linear and at_hand(f.weight, x) for f in linears)
+    pass over all tokens. Where one of them must be called (`is_bare`), all are, and get the norm's result."""
+    return torch.is_grad_enabled() and all(is_bare(module, x) for module in (norm, *linears))
 
 
 def _folded(norm: RMSNorm | GatedRMSNorm, linear: nn.Module, dtype: torch.dtype) -> Tensor:

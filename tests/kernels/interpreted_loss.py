@@ -106,6 +106,24 @@ def test_rows_of_extremes(held: bool) -> None:
     assert losses[5] == 0 and not buffer[5].any()
 
 
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_ignored_row_gets_zeros_whatever_its_logits_are(whole: bool, number: float, held: bool) -> None:
+    """Padding may hold anything: its row's loss and gradient are 0, and the rows around it are what they were."""
+    rows = torch.randn(3, 3000, generator=torch.Generator().manual_seed(7))
+    targets, losses = torch.tensor([5, -100, 2999]), torch.full((3,), float("nan"))
+    expected = rows.double().softmax(-1)
+    expected[[0, 2], [5, 2999]] -= 1
+    rows[1, :: 1 if whole else 7] = number
+    cross_entropy.cross_entropy_kernel[(3,)](
+        rows, rows, targets, losses, 3000, 3000, GRADIENT=True, BLOCK=4096 if held else 1024, HELD=held, AHEAD=0
+    )
+    assert losses[1] == 0 and not rows[1].any()
+    assert losses.isfinite().all()
+    torch.testing.assert_close(rows[[0, 2]].double(), expected[[0, 2]], rtol=2e-6, atol=1e-7)
+
+
 def test_launch_shapes() -> None:
     """Every row that registers hold has 32 columns in a thread."""
     device = torch.device("cpu")

@@ -7,8 +7,9 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
-from efla_lm.models.norms import Linear
+from efla_lm.models.norms import GatedRMSNorm, Linear, RMSNorm
 from tests.models.tiny import MODELS, tiny_model, tokens
 
 
@@ -47,6 +48,69 @@ def test_other_maps_may_stand_in_the_place_of_ours(mixer: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     got.square().sum().backward()
     assert all(model.get_submodule(name).up.weight.grad.abs().max() > 0 for name in maps)
+
+
+@pytest.mark.parametrize("mixer", MODELS)
+@pytest.mark.parametrize("kind", ["pre", "post", "backward"])
+def test_modules_with_hooks_are_called(mixer: str, kind: str) -> None:
+    """In training too, where a norm or a map is else used by its weight alone; the numbers stay what they are."""
+    model, ids = tiny_model(mixer), tokens(2, 9)
+    expected = model(ids, targets=ids).loss
+    expected.backward()
+    truth = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    called: list[str] = []
+    hooked = {
+        name: module
+        for name, module in model.model.layers.named_modules()
+        if isinstance(module, Linear | RMSNorm | GatedRMSNorm)
+    }
+    for name, module in hooked.items():
+        if kind == "backward":
+            module.register_full_backward_hook(lambda *_, name=name: called.append(name))
+        elif kind == "post":
+            module.register_forward_hook(lambda *_, name=name: called.append(name))
+        else:
+            module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    loss = model(ids, targets=ids).loss
+    loss.backward()
+    assert sorted(called) == sorted(hooked)
+    torch.testing.assert_close(loss, expected)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - truth[name]).norm() <= 1e-5 * truth[name].norm(), name
+
+
+@pytest.mark.parametrize("mixer", MODELS)
+def test_pruned_maps(mixer: str) -> None:
+    """Pruning makes a map's weight in a hook: a second update must see the first one's, and the mask."""
+    model, ids = tiny_model(mixer), tokens(2, 9)
+    maps = [module for module in model.model.layers.modules() if isinstance(module, Linear)]
+    for module in maps:
+        prune.random_unstructured(module, "weight", amount=0.5)
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(ids, targets=ids).loss
+        loss.backward()
+        with torch.no_grad():
+            torch.testing.assert_close(loss, model(ids, targets=ids).loss)
+            for module in maps:
+                assert not module.weight_orig.grad[module.weight_mask == 0].any()
+                module.weight_orig -= 1e-3 * module.weight_orig.grad
+
+
+@pytest.mark.parametrize("mixer", MODELS)
+def test_other_norms_may_stand_in_the_place_of_ours(mixer: str) -> None:
+    model, ids = tiny_model(mixer), tokens(2, 9)
+    expected = model(ids, targets=ids).loss
+    for name, module in list(model.model.layers.named_modules()):
+        if type(module) is RMSNorm:
+            other = nn.RMSNorm(module.weight.shape, eps=module.eps)
+            other.load_state_dict(module.state_dict())
+            model.model.layers.set_submodule(name, other)
+    loss = model(ids, targets=ids).loss
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("mixer", MODELS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import nn
 import train
 from efla_lm.errors import UserError
 from efla_lm.models import EflaForCausalLM, initialise
+from efla_lm.models.config import MIXERS
 from efla_lm.settings import LoopSettings
 from efla_lm.training import distributed, optim
 from efla_lm.training.budget import Budget, plan_budget
@@ -110,6 +112,20 @@ def test_masters_must_be_fp32(world: distributed.World) -> None:
         distributed.shard_model(model, list(model.model.layers), mesh, "bf16")
     with pytest.raises(ValueError, match="must be float32"):
         optim.build_optimizer(model, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("mlp", [False, True])
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_no_sharded_block_returns_a_view(world: distributed.World, checkpointed: bool, mixer: str, mlp: bool) -> None:
+    """FSDP warns of them, since one that is changed in place loses its hook; the first block adds nothing to its
+    input, nor does any where the sums are taken before."""
+    model, batch = sharded(world, "fp32", mixer=mixer, mlp=mlp), ragged_batch()
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*returned a view tensor")
+        model.train()(batch.input_ids, targets=batch.targets).loss.backward()
 
 
 @pytest.mark.parametrize("mixer", ["gated_efla", "mamba2"])

@@ -99,10 +99,12 @@ def cross_entropy_kernel(
     logits += row * V
     gradient += row * stride
     target = tl.load(targets + row)
+    counted = target >= 0
+    end = tl.where(counted, V, 0)  # of an ignored row nothing is read: its gradient is 0 whatever the logits are
     at_target = tl.load(logits + tl.maximum(target, 0))
     if HELD:
         columns = tl.arange(0, BLOCK)
-        x = tl.load(logits + columns, mask=columns < V, other=float("-inf"), eviction_policy="evict_first")
+        x = tl.load(logits + columns, mask=columns < end, other=float("-inf"), eviction_policy="evict_first")
         if AHEAD:
             fetch(following, V, BLOCK // 32)
         top = tl.max(x, 0)
@@ -118,7 +120,7 @@ def cross_entropy_kernel(
         scaled = largest
         sums = tl.zeros([LANES], tl.float32)
         for start in range(0, V, BLOCK):
-            x = tl.load(logits + start + columns, mask=start + columns < V, other=float("-inf"))
+            x = tl.load(logits + start + columns, mask=start + columns < end, other=float("-inf"))
             largest = tl.maximum(largest, tl.max(tl.max(x, 2), 1))
             c = scaled_top(largest)
             sums = sums * power_of_two(scaled - c) + tl.sum(tl.sum(raised(x, c[:, None, None]), 2), 1)
@@ -126,7 +128,6 @@ def cross_entropy_kernel(
         top = tl.max(largest, 0)
         c = scaled_top(top)
         total = tl.sum(sums * power_of_two(scaled - c), 0)
-    counted = target >= 0
     log_sum = tl.log(total) - exponent(top, c) * LN_2  # of exp(x - top): c is rounded, and every term off by as much
     tl.store(losses + row, tl.where(counted, top - at_target + log_sum, 0.0))
     if GRADIENT:
@@ -136,12 +137,12 @@ def cross_entropy_kernel(
             tl.store(gradient + columns, (e * factor).to(gradient.dtype.element_ty), mask=columns < V)
         else:
             for start in range(0, V, BLOCK):
-                inside = start + columns < V
-                x = tl.load(logits + start + columns, mask=inside, other=float("-inf"), eviction_policy="evict_first")
+                at = start + columns
+                x = tl.load(logits + at, mask=at < end, other=float("-inf"), eviction_policy="evict_first")
                 # what is stored next lies over logits that other threads load up to here, never over later ones
                 tl.debug_barrier()
                 p = raised(x, c) * factor
-                tl.store(gradient + start + columns, p.to(gradient.dtype.element_ty), mask=inside)
+                tl.store(gradient + at, p.to(gradient.dtype.element_ty), mask=at < V)
         tl.debug_barrier()  # the target's own number comes last
         p = raised(at_target, c) * factor - 1.0
         tl.store(gradient + target, p.to(gradient.dtype.element_ty), mask=counted)
