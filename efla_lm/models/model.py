@@ -149,10 +149,13 @@ class EflaModel(EflaPreTrainedModel):
         if self.config.mixer == "attention":
             info = info.for_attention(self.config.head_dim, self.config.rope_theta)
         collected = [hidden]
-        update: Tensor | None = None  # what the last block leaves to be added to `hidden`
+        # Sums are left to later norms in training, unless a block's inputs are kept: then one is less than two.
+        leaves_sums = torch.is_grad_enabled() and not self.gradient_checkpointing
+        # What the last block leaves to be added to `hidden`. The first block gets zeros that look as if they came from
+        # one, so that it is compiled as the others are.
+        update: Tensor | None = torch.zeros_like(hidden, requires_grad=True) if leaves_sums else None
         for index, block in enumerate(self.layers):
-            if not torch.is_grad_enabled() or self.gradient_checkpointing:
-                # nothing is saved by a later sum, and where a block's inputs are kept one is less than two
+            if not leaves_sums:
                 hidden, update = summed(hidden, update), None
             hidden, update = block(hidden, update, info, None if cache is None else cache.layers[index])
             if output_hidden_states:

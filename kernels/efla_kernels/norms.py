@@ -19,14 +19,13 @@ The weights of the norms are in W_i, W_g and the weight behind y. Statistics are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from efla_kernels.backends import layer_backend
-from efla_kernels.streams import Fork
 from efla_kernels.triton.eager import differentiable, traced
 
 
@@ -135,11 +134,13 @@ def _backward(
     kernels: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of h, `weight`, `second` and `narrow`, the last two empty where there is none."""
-    maps = ((d_raw, weight), (d_second, second))
-    g = _gradient_by_products(maps, h)
-    d_maps = [h.new_zeros(w.shape) if d is None else h.new_empty(w.shape) for d, w in maps if w is not None]
-    d_narrow = h.new_empty(0)
-    fork = Fork(h)  # the gradients of the weights need h and d_raw alone
+    g, d_weight = _product_gradients(d_raw, h, weight)
+    d_other, d_narrow = h.new_empty(0), h.new_empty(0)
+    if second is not None and d_second is None:
+        d_other = torch.zeros_like(second)
+    elif second is not None and d_second is not None:
+        g.addmm_(d_second, second)
+        d_other = d_second.t() @ h
     if kernels:
         from efla_kernels.triton.norms import add_norm_gradient
 
@@ -148,21 +149,13 @@ def _backward(
         dx, slopes = _gradient_of_sum(_wide(g), dh, h, r, d_logits, narrow)
     if narrow is not None:
         d_narrow = torch.zeros_like(narrow) if slopes is None else slopes.t() @ h
-    with fork.beside():
-        for (d, _), d_map in zip(maps, d_maps, strict=False):
-            if d is not None:
-                torch.mm(d.t(), h, out=d_map)
-    fork.join()
-    return dx, d_maps[0], d_maps[1] if second is not None else h.new_empty(0), d_narrow
+    return dx, d_weight, d_other, d_narrow
 
 
-def _gradient_by_products(maps: Iterable[tuple[Tensor | None, Tensor | None]], h: Tensor) -> Tensor:
-    """sum_i d_raw_i W_i."""
-    g = None
-    for d, weight in maps:
-        if d is not None and weight is not None:
-            g = d @ weight if g is None else g.addmm_(d, weight)
-    return torch.zeros_like(h, memory_format=torch.contiguous_format) if g is None else g
+def _product_gradients(d_raw: Tensor | None, h: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    if d_raw is None:
+        return torch.zeros_like(h, memory_format=torch.contiguous_format), torch.zeros_like(weight)
+    return d_raw @ weight, d_raw.t() @ h
 
 
 def _gradient_of_sum(

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 
 from efla_lm import EflaForCausalLM
 from efla_lm.models.layers import Decay, ShortConvolution
@@ -103,6 +104,19 @@ def test_checkpointing_recomputes(mixer: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(mixer_class, "forward", lambda *given: (calls.append(1), forward(*given))[1])
     gradients(model, tokens(1, 6))
     assert len(calls) == 2 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("mixer", MODELS)
+def test_blocks_compile_once(mixer: str) -> None:
+    """One graph serves all blocks, the first as well: starting up is mostly compiling."""
+    torch._dynamo.reset()
+    model, compiler = tiny_model(mixer).train(), CompileCounter()
+    assert len(model.model.layers) > 1
+    for block in model.model.layers:
+        block.forward = torch.compile(block.forward, fullgraph=True, backend=compiler)
+    ids = tokens(2, 20)
+    model(ids, targets=ids.roll(-1, 1)).loss.backward()
+    assert compiler.frame_count == 1
 
 
 @pytest.mark.parametrize("mixer", MODELS)
