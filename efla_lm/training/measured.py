@@ -49,9 +49,9 @@ def device_speed(
     """Speed of `model` at `size` on a device that takes `micro_tokens` at once, in windows of `context`.
 
     In this order: the given `mfu`; a measurement of this model, size and GPU (on one GPU before several, of the nearest
-    micro-batch and context); the MFU that this model and size reached on another GPU; an assumed MFU. Activation
-    checkpointing computes the forward pass twice, 4/3 of the work. rows: the measurements to go by (`rows_of`); None:
-    those of all files in `folder`.
+    micro-batch and context; of another context its MFU with the mixing counted, where the row has it); the MFU that
+    this model and size reached on another GPU; an assumed MFU. Activation checkpointing computes the forward pass
+    twice, 4/3 of the work. rows: the measurements to go by (`rows_of`); None: those of all files in `folder`.
     """
     slower = 3 / 4 if checkpointing else 1.0
     peak = GPUS[gpu].peak_flops
@@ -70,6 +70,8 @@ def device_speed(
         shape = f"{row['file']}: {row['batch']} x {row['tokens']} on {row['gpus']} x {row['gpu']}"
         if here:
             rate = row["tokens_per_second"] / row["gpus"]
+            if row["tokens"] != context and row.get("mfu_with_mixing"):  # attention works more for a token of more
+                rate = row["mfu_with_mixing"] * peak / flops_per_token
             return Speed(slower * rate, f"measured, {shape}", not checkpointing)
         source = f"assumed: the MFU {row['mfu']:.2f} measured in {shape}"
         return Speed(slower * row["mfu"] * peak / flops_per_token, source, False)

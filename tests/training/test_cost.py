@@ -258,6 +258,15 @@ def test_a_measurement_of_the_nearest_micro_batch_is_taken(wrapped: bool, tmp_pa
     assert speed(tmp_path, checkpointing=True).tokens_per_second == pytest.approx(112.5e3)
 
 
+def test_a_measurement_of_another_context_is_taken_by_its_work(tmp_path: Path) -> None:
+    """Attention's FLOPs per token grow with the context, and its speed falls by as much."""
+    row = ROWS[0] | {"mfu_with_mixing": 0.4}
+    (tmp_path / "throughput_h200.json").write_text(json.dumps([row]))
+    assert speed(tmp_path, context=row["tokens"], flops_per_token=4e9).tokens_per_second == row["tokens_per_second"]
+    longer = speed(tmp_path, context=8 * row["tokens"], flops_per_token=4e9)
+    assert longer.tokens_per_second == pytest.approx(0.4 * 989e12 / 4e9) and longer.is_measured
+
+
 def test_one_gpu_is_measured_better_than_several(tmp_path: Path) -> None:
     """What several lose to each other is `efficiency`, which is not to be counted twice."""
     path = tmp_path / "throughput_h200.json"
