@@ -20,6 +20,7 @@ from efla_lm.settings import TrainSettings
 from efla_lm.training import corpus
 from efla_lm.training.activations import keeping, kind_of_checkpointing
 from efla_lm.training.budget import Budget
+from efla_lm.training.caches import tag_caches
 from efla_lm.training.checkpoint import (
     check_identity,
     checkpoints_in,
@@ -79,6 +80,8 @@ def build_model(settings: TrainSettings, config: EflaConfig, world: World, mesh:
         model = EflaForCausalLM(config)
     compiled = compiles(settings, backend_in_use(config, world.device), world.device)
     kind = kind_of_checkpointing(settings.train.activation_checkpointing, compiled)
+    if compiled:
+        tag_caches()
     for block in model.model.layers:
         block.forward = keeping(block.forward, kind)
         if compiled:
