@@ -25,6 +25,6 @@ def source_tag(folder: Path = SOURCE) -> str:
 
 def tag_caches() -> None:
     """Make the source of our ops a part of the keys, beside what a user has put there."""
-    config = torch.compiler.config
-    if source_tag() not in config.cache_key_tag:
-        config.cache_key_tag += source_tag()
+    config, tag = torch.compiler.config, source_tag()
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag += tag

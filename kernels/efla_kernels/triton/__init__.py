@@ -28,6 +28,7 @@ Around the mixers, kernels, launches and ops:
 convolution.py          launches and ops of the short convolution with SiLU
 convolution_kernels.py  its kernels, for up to three outputs in one launch
 cross_entropy.py        linear layer and cross-entropy together, in blocks of rows
+norms.py                RMS norms with the sum before them and the narrow products behind them
 swiglu.py               silu(gate) * up with the product behind it
 
 State-space duality, of which ssd_choices.py, ssd_launch.py and ssd_ops.py are what their namesakes above are:

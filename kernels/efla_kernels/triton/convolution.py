@@ -57,6 +57,20 @@ def _flags(block: Block, widths: list[int], W: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _operands(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, starts: Tensor | None, scale: Tensor | None
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """What the kernels of both directions read, something in the place of what is not there, and which of it is."""
+    tensors = [
+        x, weight, weight if bias is None else bias, x if state is None else state.contiguous(),
+        x if starts is None else starts, x if scale is None else scale.contiguous(),
+    ]  # fmt: skip
+    there = {
+        "BIAS": bias is not None, "STATE": state is not None, "PACKED": starts is not None, "SCALED": scale is not None
+    }  # fmt: skip
+    return tensors, {"stride": x.stride(1), **there}
+
+
 def _three(parts: list[Tensor]) -> list[Tensor]:
     return [*parts, *[parts[0]] * (PARTS - len(parts))]
 
@@ -82,12 +96,10 @@ def _forward(
     strips = B * -(-T // strip)
     rows = min(FORWARD.rows, triton.next_power_of_2(strips))
     programs = -(-strips // rows)
+    tensors, options = _operands(x, weight, bias, state, starts, scale)
     convolution_kernel[(programs * flags["BLOCKS"],)](
-        x, weight, weight if bias is None else bias, x if state is None else state.contiguous(),
-        x if starts is None else starts, x if scale is None else scale.contiguous(), *_three(parts), T, strips,
-        stride=x.stride(1), BIAS=bias is not None, STATE=state is not None, PACKED=starts is not None,
-        SCALED=scale is not None, STRIP=strip, ROWS=rows, **flags,
-    )  # fmt: skip
+        *tensors, *_three(parts), T, strips, STRIP=strip, ROWS=rows, **options, **flags
+    )
     first, second, third = (*parts, *(x.new_empty(0) for _ in range(PARTS - len(parts))))
     return first, second, third
 
@@ -121,12 +133,10 @@ def _backward(
     strips = B * -(-T // strip)
     table = x.new_empty(strips, D, W, dtype=torch.float32)
     bias_table = x.new_empty((strips, D) if bias is not None else 0, dtype=torch.float32)
+    tensors, options = _operands(x, weight, bias, state, starts, scale)
     convolution_gradient_kernel[(strips * flags["BLOCKS"],)](
-        x, weight, weight if bias is None else bias, x if state is None else state.contiguous(),
-        x if starts is None else starts, x if scale is None else scale.contiguous(),
-        *_three([part.contiguous() for part in dy]), dx, d_state, table, bias_table, T,
-        stride=x.stride(1), BIAS=bias is not None, STATE=state is not None, PACKED=starts is not None,
-        SCALED=scale is not None, STRIP=strip, STAGES=BACKWARD.stages, WHOLE=T % strip == 0, **flags,
+        *tensors, *_three([part.contiguous() for part in dy]), dx, d_state, table, bias_table, T,
+        STRIP=strip, STAGES=BACKWARD.stages, WHOLE=T % strip == 0, **options, **flags,
     )  # fmt: skip
     return dx, table.sum(0), bias_table.sum(0) if bias is not None else bias_table, d_state
 

@@ -18,12 +18,10 @@ are full, T a multiple of STRIP: then four tokens at a time are there and no loa
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+from efla_kernels.triton.interpreter import INTERPRETED
 
 
 @triton.jit

@@ -14,7 +14,6 @@ One buffer of R fp32 rows serves all blocks: a row's G, in the inputs' type, tak
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import torch
@@ -25,11 +24,11 @@ from torch.autograd.function import once_differentiable
 
 from efla_kernels.loss import logit_rows
 from efla_kernels.triton.dispatch import launch
+from efla_kernels.triton.interpreter import INTERPRETED
 
 SCALED = 2048  # elements per program of `scale_kernel`
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 MOST_HELD = 32768  # columns of a row that the registers of one program hold, 32 in each of 1024 threads
 BLOCK = 16384  # columns at a time of a longer row, 16 in each thread: two rows of a multiprocessor at once
 
@@ -44,7 +43,7 @@ def exponent(x, c):
 
 
 @triton.jit
-def power_of_two(x):
+def exp2(x):
     """2^x in one instruction, without guards for what is smaller than normal numbers."""
     if INTERPRETED:
         return tl.exp2(x)
@@ -57,7 +56,7 @@ def power_of_two(x):
 @triton.jit
 def raised(x, c):
     """exp(x - top), up to the rounding of c, for c = top log2(e): a multiply-add and an exponential."""
-    return power_of_two(exponent(x, c))
+    return exp2(exponent(x, c))
 
 
 @triton.jit
@@ -123,11 +122,11 @@ def cross_entropy_kernel(
             x = tl.load(logits + start + columns, mask=start + columns < end, other=float("-inf"))
             largest = tl.maximum(largest, tl.max(tl.max(x, 2), 1))
             c = scaled_top(largest)
-            sums = sums * power_of_two(scaled - c) + tl.sum(tl.sum(raised(x, c[:, None, None]), 2), 1)
+            sums = sums * exp2(scaled - c) + tl.sum(tl.sum(raised(x, c[:, None, None]), 2), 1)
             scaled = largest * LOG2_E
         top = tl.max(largest, 0)
         c = scaled_top(top)
-        total = tl.sum(sums * power_of_two(scaled - c), 0)
+        total = tl.sum(sums * exp2(scaled - c), 0)
     log_sum = tl.log(total) - exponent(top, c) * LN_2  # of exp(x - top): c is rounded, and every term off by as much
     tl.store(losses + row, tl.where(counted, top - at_target + log_sum, 0.0))
     if GRADIENT:

@@ -6,12 +6,16 @@ without an error. Nothing of 16 bits reaches it: the backend that is registered 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # for kernels: there is no inline assembly then
 
 _NARROW = (torch.bfloat16, torch.float16)
 
