@@ -45,6 +45,7 @@ class Choice:
     scan_backward: Block
     gradient_q: Block
     gradient_k: Block
+    gradient: Block | None  # both in one kernel, where that is faster
     transition: Block
     merge: Block
 
@@ -61,7 +62,7 @@ def choose(K: int, V: int, dtype: torch.dtype, decays: bool) -> Choice:
     if dtype == torch.float32:
         block = Block(32 if K <= 64 else 16, 4, 2)
         gradient = Block(32, 8, 2)
-        return Choice(Block(0, 4, 1), block, block, gradient, gradient, block, Block(16, 4, 2))
+        return Choice(Block(0, 4, 1), block, block, gradient, gradient, None, block, Block(16, 4, 2))
     if K <= 128:
         return Choice(
             solve=Block(0, 4, 1, 168 if decays else 128),
@@ -69,6 +70,7 @@ def choose(K: int, V: int, dtype: torch.dtype, decays: bool) -> Choice:
             scan_backward=Block(64, 4, 3),
             gradient_q=Block(64, 4, 2, 168),
             gradient_k=Block(64, 4, 2 if K == V == 128 else 1),
+            gradient=Block(128, 4, 1, 168) if K == V == 128 and dtype == torch.bfloat16 and not decays else None,
             transition=Block(64, 4, 3),
             merge=Block(16, 8, 2),
         )
@@ -78,6 +80,7 @@ def choose(K: int, V: int, dtype: torch.dtype, decays: bool) -> Choice:
         scan_backward=Block(32, 8, 2),
         gradient_q=Block(32, 8, 2),
         gradient_k=Block(32, 8, 2),
+        gradient=None,
         transition=Block(32, 8, 2),
         merge=Block(16, 8, 2),
     )
@@ -104,6 +107,11 @@ class Problem:
     def choice(self) -> Choice:
         """The block shapes of this problem."""
         return choose(self.key_width, self.value_width, self.dtype, self.decays)
+
+    @property
+    def one_gradient(self) -> bool:
+        """Whether `gradient_kernel` serves: it has no erase and write of their own, and no decay."""
+        return self.choice.gradient is not None and self.mode != RAW and not self.decays
 
     @cached_property
     def chunks(self) -> int:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from efla_kernels.triton.arguments import Packing, pack, rows_in_place, use_descriptors
+from efla_kernels.triton.arguments import Packing, pack, rows_in_place, slot_tiles, token_tiles, use_descriptors
 from efla_kernels.triton.choices import CHUNK, RAW, Choice, Problem
 from efla_kernels.triton.dispatch import launch
+from efla_kernels.triton.gradient import gradient_kernel
 from efla_kernels.triton.gradient_k import gradient_k_kernel
 from efla_kernels.triton.gradient_q import gradient_q_kernel
 from efla_kernels.triton.scan import scan_kernel
@@ -256,6 +257,10 @@ def backward(
     dq, dk, d_gate = _rows(p, q), _rows(p, k), _rows(p, gate)
     d_write = gate.new_empty(0) if write is None else _rows(p, write)
     d_decay = _rows(p, gate, torch.float32) if p.decays else torch.empty(0, **fp32)
+    gradients = Gradients(dq, dk, dv, d_gate, d_write, d_decay, d_initial)
+    if p.one_gradient:
+        _gradient(p, q, k, do, gate, saved, d_states, d_solved, packing, gradients, tma)
+        return gradients
     d_scores = torch.empty_like(saved.inverse)
     decay = unused if decay is None else decay.contiguous()
     width, block = p.width(choice.gradient_q, inside=True), choice.gradient_q
@@ -274,4 +279,34 @@ def backward(
         BLOCKS=blocks, MODE=p.mode, PACKED=p.packed, num_warps=block.warps, num_stages=block.stages,
         registers=block.registers, **width, **p.flags,
     )  # fmt: skip
-    return Gradients(dq, dk, dv, d_gate, d_write, d_decay, d_initial)
+    return gradients
+
+
+def _gradient(
+    p: Problem,
+    q: Tensor,
+    k: Tensor,
+    do: Tensor,
+    gate: Tensor,
+    saved: Saved,
+    d_states: Tensor,
+    d_solved: Tensor,
+    packing: Packing,
+    gradients: Gradients,
+    tma: bool,
+) -> None:
+    """The gradients of q, k and the gate in one kernel."""
+    block = p.choice.gradient
+    assert block is not None
+    tiles: tuple[Any, ...] = (q, k, do, saved.states, saved.solved, d_states, d_solved)
+    tma = tma and not p.packed and p.tokens % CHUNK == 0
+    if tma:
+        tiles = (*(token_tiles(x, CHUNK) for x in tiles[:3]), *(slot_tiles(x) for x in tiles[3:]))
+    flags = {name: p.flags[name] for name in ("H", "K", "DTYPE", "PRECISION")}
+    launch(
+        gradient_kernel, p.heads * p.chunks,
+        q, k, do, gate, saved.table, saved.states, saved.solved, d_states, d_solved, *tiles, *packing,
+        gradients.q, gradients.k, gradients.gate, p.tokens, p.scale, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
+        V=p.value_width, MODE=p.mode, PACKED=p.packed, TMA=tma, num_warps=block.warps, num_stages=block.stages,
+        registers=block.registers if tma else 0, **flags,
+    )  # fmt: skip
