@@ -37,7 +37,7 @@ PRODUCTS = {
 }
 
 # of efla_kernels, whose other ops are the mixers'
-OUR_PRODUCTS = ("swiglu_linear", "norm_linear")
+OUR_PRODUCTS = ("linear", "norm_linear", "swiglu_linear")
 CHEAP = ("convolution",)
 
 
