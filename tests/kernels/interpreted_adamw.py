@@ -9,7 +9,7 @@ import torch
 from efla_kernels.triton.adamw import adamw
 from torch import nn
 
-from efla_lm.training import optim
+from efla_lm.training import distributed, optim
 from tests.kernels.adamw_cases import check
 from tests.training import parts
 
@@ -38,6 +38,25 @@ def test_a_step_is_that_of_torch(max_norm: float, monkeypatch: pytest.MonkeyPatc
             assert all(p.grad is None for p in model.parameters())
         assert [optimizer.state[p]["step"].item() for p in model.parameters()] == [2, 0, 2, 2]
     for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert (ours - theirs).norm() <= 2e-7 * theirs.norm()
+
+
+def test_parts_of_shared_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP's weights, gradients and moments, whose parts on this rank the kernel changes."""
+    world = distributed.start("cpu")
+    try:
+        results = []
+        for backend in ("torch", "triton"):
+            monkeypatch.setattr(optim, "layer_backend", lambda name, x, backend=backend: backend)
+            model = parts.sharded(world, mixer="gated_efla")
+            optimizer = parts.adamw(model, lr=0.1)
+            for p in model.parameters():
+                p.grad = p.detach() * 2 + 1
+            optim.step_unless(optimizer, torch.tensor(False), torch.tensor(3.0, dtype=torch.float64), 1.0)
+            results.append([distributed.local(p.detach()) for p in model.parameters()])
+    finally:
+        distributed.finish()
+    for ours, theirs in zip(results[1], results[0], strict=True):
         assert (ours - theirs).norm() <= 2e-7 * theirs.norm()
 
 
