@@ -60,16 +60,20 @@ def test_parts_of_shared_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (ours - theirs).norm() <= 2e-7 * theirs.norm()
 
 
+def step(gradients: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    adamw(
+        others, gradients, others, others, [torch.zeros(()) for _ in others], lr=1.0, betas=(0.9, 0.95), eps=1e-8,
+        weight_decay=0.0, divisor=torch.tensor(1.0), skip=torch.tensor(False),
+    )  # fmt: skip
+
+
 def test_no_tensors() -> None:
-    options = {"lr": 1.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
-    adamw([], [], [], [], [], divisor=torch.tensor(1.0), skip=torch.tensor(False), **options)  # type: ignore[arg-type]
+    step([], [])
 
 
 @pytest.mark.parametrize("x", OTHERS)
 def test_other_tensors_are_refused(x: torch.Tensor) -> None:
-    same, options = [torch.zeros(x.shape)], {"lr": 1.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
     with pytest.raises(ValueError, match="expected contiguous float32 tensors on cpu"):
-        adamw(
-            same, [x], same, same, [torch.zeros(())], divisor=torch.tensor(1.0), skip=torch.tensor(False),
-            **options,  # type: ignore[arg-type]
-        )  # fmt: skip
+        step([x], [torch.zeros(x.shape)])
+    with pytest.raises(ValueError, match=r"of one shape, got \[\[2\], \[3\], \[2\], \[2\]\]"):
+        step([torch.zeros(3)], [torch.zeros(2)])

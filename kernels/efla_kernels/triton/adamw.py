@@ -9,6 +9,7 @@ divisor it writes g back) in launches of 320 programs each, which are too few fo
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -84,41 +85,37 @@ def adamw(
     """Change parameters, means (m), squares (v) and steps (n, of each tensor the updates it has seen) in place, or
     nothing where `skip`, a bool scalar on their device, is true.
 
-    All tensors are contiguous, fp32 and on one device, steps and divisor scalars. The host does not wait.
-    Raises ValueError for a tensor that is not so.
+    All tensors are contiguous, fp32 and on one device, steps and divisor scalars, the others of their parameter's
+    shape. The host does not wait. Raises ValueError for a tensor that is not so.
     """
-    rows = list(zip(parameters, gradients, means, squares, steps, strict=True))
-    for tensors in rows:
+    # parts of tensors that ranks share need not be aligned
+    tables: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
+    for tensors in zip(parameters, gradients, means, squares, steps, strict=True):
         for x in tensors:
             if x.dtype != torch.float32 or not x.is_contiguous() or x.device != skip.device:
                 raise ValueError(
                     f"adamw: expected contiguous float32 tensors on {skip.device}, got {x.dtype} {list(x.shape)} of "
                     f"strides {x.stride()} on {x.device}"
                 )
+        if len({x.shape for x in tensors[:-1]}) > 1:
+            raise ValueError(f"adamw: expected p, g, m and v of one shape, got {[list(x.shape) for x in tensors[:-1]]}")
+        *addresses, step = (x.data_ptr() for x in tensors)
+        size = tensors[0].numel()
+        aligned = size % 4 == 0 and not any(address % 16 for address in addresses)
+        tables[aligned].append((*addresses, step, size))
     taken = (~skip).to(torch.float32)
     log_b1, log_b2 = (math.log(beta) if beta else -math.inf for beta in betas)
     numbers = lr, lr * weight_decay, betas[0], log_b1, 1 - betas[0], betas[1], log_b2, 1 - betas[1], eps
-    whole = [(*(x.data_ptr() for x in tensors), tensors[0].numel()) for tensors in rows]
-    for aligned in (True, False):  # parts of tensors that ranks share need not be
-        table = [row for row in whole if _is_aligned(row) is aligned and row[-1] > 0]
-        if not table:
-            continue
-        firsts, programs = [], 0
-        for row in table:
-            firsts.append(programs)
-            programs += -(-row[-1] // BLOCK)
-        launch(
-            adamw_kernel, programs, _sent(firsts, torch.int32, skip.device), _sent(table, torch.int64, skip.device),
-            divisor, taken, *map(float, numbers), len(table),
-            num_warps=WARPS, SLOTS=triton.next_power_of_2(len(table)), ALIGNED=aligned, BLOCK=BLOCK,
-        )  # fmt: skip
-    if rows:
+    for aligned, table in tables.items():
+        firsts = list(itertools.accumulate((-(-row[-1] // BLOCK) for row in table), initial=0))
+        if programs := firsts.pop():
+            launch(
+                adamw_kernel, programs, _sent(firsts, torch.int32, skip.device), _sent(table, torch.int64, skip.device),
+                divisor, taken, *map(float, numbers), len(table),
+                num_warps=WARPS, SLOTS=triton.next_power_of_2(len(table)), ALIGNED=aligned, BLOCK=BLOCK,
+            )  # fmt: skip
+    if steps:
         torch._foreach_add_(list(steps), taken)
-
-
-def _is_aligned(row: tuple[int, ...]) -> bool:
-    *addresses, _, size = row
-    return all(address % 16 == 0 for address in addresses) and size % 4 == 0
 
 
 def _sent(numbers: Sequence[int] | Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Tensor:
