@@ -8,11 +8,13 @@ the same functions from the same settings, on a file of random text. Nothing is 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import statistics
 import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +53,7 @@ class Point:
     profile: int
     peer_waits: bool  # fla reads norm and loss in every update (`train_peer`)
     started: float
+    lock: str  # a file that is held from the first update on; empty: nobody else is there
 
 
 class Subject(Protocol):
@@ -116,14 +119,32 @@ class Ours:
 
 def measure(subject: Subject, point: Point) -> dict[str, Any]:
     """Warm up, then time `windows` times `updates` updates; the columns of a row (module `train_speed`)."""
-    begin, first, startup = time.time(), 0.0, 0.0
+    begin = time.time()
     built = begin - point.started  # of the start-up: imports, devices, data, initial weights
-    for number in range(point.warmup):
-        subject.step(number)
-        if number + 1 in (1, STARTED):
-            subject.settle()
-            now = time.time()
-            first, startup = (now - begin, startup) if number == 0 else (first, now - point.started)
+    subject.step(0)
+    subject.settle()
+    first = time.time() - begin
+    with turn(point.lock) as waited:
+        for number in range(1, point.warmup):
+            subject.step(number)
+            if number + 1 == STARTED:
+                subject.settle()
+                startup = time.time() - point.started - waited
+        return clocked(subject, point) | {"startup_s": startup, "built_s": built, "first_update_s": first}
+
+
+@contextmanager
+def turn(lock: str) -> Iterator[float]:
+    """Hold the file `lock`, as soon as no other process does, and say how many seconds that took."""
+    with ExitStack() as stack:
+        begin = time.time()
+        if lock:
+            fcntl.flock(stack.enter_context(open(lock, "w", encoding="utf-8")), fcntl.LOCK_EX)
+        yield time.time() - begin
+
+
+def clocked(subject: Subject, point: Point) -> dict[str, Any]:
+    """The columns that are measured after `warmup` updates."""
     number, marks = point.warmup, []
     for window in range(point.windows + 1):  # the first update finds an idle device and is not counted
         for _ in range(point.updates if window else 1):
@@ -153,9 +174,6 @@ def measure(subject: Subject, point: Point) -> dict[str, Any]:
         "mfu_with_mixing": of_peak and of_peak * subject.flops,
         "peak_gib": peak_memory_gib(subject.device),
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if cuda else None,
-        "startup_s": startup,
-        "built_s": built,
-        "first_update_s": first,
         "loss": loss,
         "loss_after": number,
         **where,

@@ -43,6 +43,9 @@ class ThroughputSettings:
         "empty: each point compiles from nothing, as on a new machine; kept: this machine's caches are used, added to",
         choices=("empty", "kept"),
     )
+    at_once: int = key(
+        1, "points that start up side by side on one GPU; from its first update on each has the GPU to itself"
+    )
     limit_s: int = key(240, "seconds after which a point is given up")
     budget_s: int | None = key(None, "seconds after which no further point is started; null: all run")
     redo: bool = key(True, "measure again what `out` holds already")
@@ -54,6 +57,8 @@ class ThroughputSettings:
         """Raise UserError for values that nothing can be measured with."""
         expect_from(self, models=MODELS, sizes=SIZES, impls=IMPLEMENTATIONS, modes=MODES)
         pairs(self.shapes)
-        expect_positive(self, "gpus", "windows", "updates", "limit_s", "vocab_size", "budget_s")
+        expect_positive(self, "gpus", "windows", "updates", "at_once", "limit_s", "vocab_size", "budget_s")
+        if self.at_once > 1 and self.gpus > 1:
+            raise UserError(f"at_once={self.at_once} gpus={self.gpus}: points of several GPUs run one after the other")
         if self.warmup < STARTED:
             raise UserError(f"warmup={self.warmup}: expected at least {STARTED}, where the start-up time is taken")

@@ -2,8 +2,8 @@
 
 Every point runs in processes of its own (`train_point`) with a time limit, so that its start-up time is that of a
 launch, and one that fails or runs out of memory leaves the others alone. A row has the columns of `train_point.measure`
-and `model, size, impl, batch, tokens, gpus, parallel, options, caches, commit`; a point that gave no figures has
-`skipped`, the reason, instead.
+and `model, size, impl, batch, tokens, gpus, parallel, options, caches, at_once, commit`; a point that gave no figures
+has `skipped`, the reason, instead.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,31 +80,44 @@ def key(row: Row) -> tuple[Any, ...]:
 
 
 def run_all(settings: ThroughputSettings, held: Mapping[tuple[Any, ...], Row]) -> Iterator[Row]:
-    """The row of each point as it comes; points in `held` are left out unless `redo`."""
+    """The row of each point as it comes, `at_once` of them under way; those in `held` are left out unless `redo`."""
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="efla-throughput-") as folder:
-        data_dir = random_text(Path(folder) / "tokens", settings.vocab_size)
-        for number, plan in enumerate(plans(settings)):
-            if not settings.redo and "skipped" not in held.get(key(plan.row()), {"skipped": ""}):
-                continue
+    missing = {"skipped": ""}
+    todo = [p for p in plans(settings) if settings.redo or "skipped" in held.get(key(p.row()), missing)]
+    with tempfile.TemporaryDirectory(prefix="efla-throughput-") as name, ThreadPoolExecutor(settings.at_once) as pool:
+        folder = Path(name)
+        data_dir = random_text(folder / "tokens", settings.vocab_size)
+        started: set[subprocess.Popen[bytes]] = set()
+
+        def point(number: int, plan: Plan) -> Row | None:
             left = settings.limit_s
             if settings.budget_s is not None:
                 left = min(left, int(settings.budget_s - (time.monotonic() - begin)))
-                if left < 1:
-                    return
-            caches = None if settings.caches == "kept" else Path(folder) / f"caches-{number}"
-            place = Path(folder) / f"point-{number}"
+            if left < 1:
+                return None
+            place = folder / f"point-{number}"
             place.mkdir()
-            yield plan.row() | {"caches": settings.caches} | run(plan, settings, data_dir, place, caches, left)
+            found = run(plan, settings, data_dir, place, left, started)
+            return plan.row() | {"caches": settings.caches, "at_once": settings.at_once} | found
+
+        waiting = [pool.submit(point, number, plan) for number, plan in enumerate(todo)]
+        try:
+            yield from (row for future in as_completed(waiting) if (row := future.result()) is not None)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(started):
+                end(process)
 
 
 def run(
-    plan: Plan, settings: ThroughputSettings, data_dir: Path, place: Path, caches: Path | None, limit_s: float
+    plan: Plan, settings: ThroughputSettings, data_dir: Path, place: Path, limit_s: float, started: set[Any]
 ) -> dict[str, Any]:
-    """The figures of one point, or {"skipped": why}."""
+    """The figures of one point, or {"skipped": why}; its process is among `started` while it runs."""
+    caches = None if settings.caches == "kept" else place / "caches"
     point = asdict(plan)
     del point["options"]
-    point |= {"overrides": plan.overrides(data_dir, settings), "started": time.time()}
+    lock = str(data_dir.parent / "turn") if settings.at_once > 1 else ""
+    point |= {"overrides": plan.overrides(data_dir, settings), "started": time.time(), "lock": lock}
     point |= {name: getattr(settings, name) for name in ("warmup", "windows", "updates", "profile", "peer_waits")}
     (place / "spec.json").write_text(json.dumps(point), encoding="utf-8")
     launcher = ["-m"]
@@ -115,12 +129,14 @@ def run(
         process = subprocess.Popen(
             command, env=cache_environment(caches), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+        started.add(process)
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return {"skipped": f"not done after {limit_s:.0f} s"}
         finally:
             end(process)
+            started.discard(process)
         if code == 0:
             return dict(json.loads((place / "row.json").read_text(encoding="utf-8")))
         output.seek(0)

@@ -55,10 +55,10 @@ class GatedRMSNorm(nn.Module):
     Mamba-2 (gate_first=True):         y = RMSNorm(x * silu(gate)) * weight, statistics per group.
     """
 
-    def __init__(self, size: int, eps: float, gate_first: bool = False, groups: int = 1) -> None:
+    def __init__(self, size: int, eps: float, gate_first: bool = False, groups: int = 1, backend: str = "auto") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps, self.backend = eps, backend
         self.gate_first = gate_first
         self.groups = groups
 
@@ -161,7 +161,7 @@ def project_back(norm: RMSNorm | GatedRMSNorm, linear: nn.Module, x: Tensor, *ga
     if not _folds(norm, [linear], x):
         return linear(norm(x, *gate).flatten(2))
     y = norm.unweighted(x, *gate).flatten(2)
-    return F.linear(y, _folded(norm, linear, y.dtype))
+    return efla_kernels.linear(y, _folded(norm, linear, y.dtype), backend=norm.backend)
 
 
 def _folds(norm: RMSNorm | GatedRMSNorm, linears: Sequence[nn.Module], x: Tensor) -> bool:

@@ -19,6 +19,7 @@ from efla_kernels.coefficients import (
 from efla_kernels.convolution import convolution_state, short_convolution
 from efla_kernels.decode import decode_step, fuses_decoding
 from efla_kernels.last import last_weights
+from efla_kernels.linear import linear
 from efla_kernels.loss import linear_cross_entropy
 from efla_kernels.mamba import fuses_mamba2_step, mamba2, mamba2_step, ssd
 from efla_kernels.norms import norm_linear, unit_rms_norm
@@ -50,6 +51,7 @@ __all__ = [
     "gated_deltanet",
     "gated_efla",
     "last_weights",
+    "linear",
     "linear_cross_entropy",
     "mamba2",
     "mamba2_step",

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from efla_kernels.backends import layer_backend
+from efla_kernels.products import add_product, product
 from efla_kernels.triton.eager import differentiable, traced
 
 
@@ -116,8 +117,8 @@ def _forward(
         wide = _wide(h)
         r = (wide.square().mean(-1) + eps).rsqrt()
         logits = x.new_empty(0) if narrow is None else (wide @ _wide(narrow).t() * r[:, None]).to(x.dtype)
-    other = x.new_empty(0) if second is None else h @ second.t()
-    return x.new_empty(0) if update is None else h, r, logits, h @ weight.t(), other
+    other = x.new_empty(0) if second is None else product(h, second.t())
+    return x.new_empty(0) if update is None else h, r, logits, product(h, weight.t()), other
 
 
 def _backward(
@@ -139,8 +140,8 @@ def _backward(
     if second is not None and d_second is None:
         d_other = torch.zeros_like(second)
     elif second is not None and d_second is not None:
-        g.addmm_(d_second, second)
-        d_other = d_second.t() @ h
+        add_product(g, d_second, second)
+        d_other = product(d_second.t(), h)
     if kernels:
         from efla_kernels.triton.norms import add_norm_gradient
 
@@ -155,7 +156,7 @@ def _backward(
 def _product_gradients(d_raw: Tensor | None, h: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     if d_raw is None:
         return torch.zeros_like(h, memory_format=torch.contiguous_format), torch.zeros_like(weight)
-    return d_raw @ weight, d_raw.t() @ h
+    return product(d_raw, weight), product(d_raw.t(), h)
 
 
 def _gradient_of_sum(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from efla_lm.benchmarks import train_forecast, train_report, train_speed
-from efla_lm.benchmarks.train_point import Point, measure
+from efla_lm.benchmarks.train_point import Point, measure, turn
 from efla_lm.benchmarks.train_settings import ThroughputSettings
 from efla_lm.errors import UserError
 from efla_lm.settings import TrainSettings, compose
@@ -55,6 +57,38 @@ def test_points_in_processes_of_their_own(tmp_path: Path, capsys: pytest.Capture
     assert rows(out)[0] == one
     printed = capsys.readouterr().out
     assert "**tiny**" in printed and out.with_suffix(".png").stat().st_size > 0
+
+
+@pytest.mark.timeout(180)
+def test_points_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each figure is there once, whichever comes first; several GPUs have no such thing."""
+    out = tmp_path / "speed.json"
+    assert run(f"out={out}", "models=[efla,deltanet,mamba2]", "at_once=2") == 0
+    found = rows(out)
+    assert sorted(row["model"] for row in found) == ["deltanet", "efla", "mamba2"]
+    assert all(row["tokens_per_second"] > 0 and row["at_once"] == 2 for row in found)
+    capsys.readouterr()
+    assert run(f"out={out}", "at_once=2", "gpus=2") == 1
+    assert "points of several GPUs run one after the other" in capsys.readouterr().err
+
+
+def test_one_point_at_a_time_has_the_gpu(tmp_path: Path) -> None:
+    """A second holder of the lock waits for the first, and is told how long."""
+    lock, seen = str(tmp_path / "turn"), []
+
+    def second() -> None:
+        with turn(lock) as waited:
+            seen.append(waited)
+
+    with turn(lock) as waited:
+        thread = threading.Thread(target=second)
+        thread.start()
+        time.sleep(0.3)
+        assert waited < 0.2 and not seen
+    thread.join()
+    assert 0.2 < seen[0] < 5
+    with turn("") as alone, turn("") as again:
+        assert max(alone, again) < 0.2
 
 
 def test_without_a_gpu_nothing_is_started_unasked(
@@ -128,7 +162,7 @@ def test_clock_waits_at_marks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("efla_lm.benchmarks.train_point.peak_flops", lambda _: 1e6)
     point = Point(
         "efla", "tiny", "efla_lm", 1, 100, 2, "auto", [], warmup=5, windows=2, updates=3, profile=0, peer_waits=True,
-        started=0.0,
+        started=0.0, lock="",
     )  # fmt: skip
     subject = Counted()
     row = measure(subject, point)

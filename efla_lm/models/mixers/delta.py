@@ -55,7 +55,7 @@ class DeltaMixer(nn.Module):
         self.o_norm: RMSNorm | GatedRMSNorm = RMSNorm(config.head_dim, config.norm_eps, config.backend)
         if config.output_gate:
             self.g_proj = Linear(hidden, width)
-            self.o_norm = GatedRMSNorm(config.head_dim, config.norm_eps)
+            self.o_norm = GatedRMSNorm(config.head_dim, config.norm_eps, backend=config.backend)
         self.o_proj = Linear(width, hidden)
 
     def maps(self) -> Maps:

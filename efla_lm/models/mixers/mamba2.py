@@ -34,7 +34,9 @@ class Mamba2Mixer(nn.Module):
         self.A_log = nn.Parameter(torch.zeros(self.heads))
         self.dt_bias = nn.Parameter(torch.zeros(self.heads))
         self.D = nn.Parameter(torch.ones(self.heads))
-        self.norm = GatedRMSNorm(self.inner, config.norm_eps, gate_first=True, groups=self.groups)
+        self.norm = GatedRMSNorm(
+            self.inner, config.norm_eps, gate_first=True, groups=self.groups, backend=config.backend
+        )
         self.out_proj = Linear(self.inner, config.hidden_size)
         self.out_proj.init_scale = config.num_hidden_layers**-0.5  # as published: residual outputs start smaller
 

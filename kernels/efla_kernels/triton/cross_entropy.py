@@ -13,7 +13,6 @@ One buffer of R fp32 rows serves all blocks: a row's G, in the inputs' type, tak
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from efla_kernels.loss import logit_rows
+from efla_kernels.products import add_product, product
 from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.interpreter import INTERPRETED
 
@@ -173,36 +173,6 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return y
 
 
-def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a b in fp32: 16-bit products are summed in fp32 and the sum is not rounded."""
-    if a.dtype == torch.float32:
-        torch.mm(a, b, out=out)
-    else:
-        torch.mm(a, b, out_dtype=torch.float32, out=out)
-
-
-@functools.cache
-def _adds_to_fp32(device: torch.device) -> bool:
-    """Whether addmm adds 16-bit products to an fp32 sum here; torch before 2.9 wants the sum in 16 bits too."""
-    factor = torch.zeros(16, 16, device=device, dtype=torch.bfloat16)
-    total = torch.zeros(16, 16, device=device)
-    try:
-        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, total in fp32."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    elif _adds_to_fp32(a.device):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total += torch.mm(a, b, out_dtype=torch.float32)
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -217,12 +187,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, N, max(most, 1)):
             h, t = hidden[start : start + most], targets[start : start + most]
             R = h.shape[0]
-            _multiply(h, weight.t(), buffer[:R])
+            product(h, weight.t(), torch.float32, out=buffer[:R])
             cross_entropy_kernel[(R,)](buffer, rows, t, losses[start:], V, rows.stride(0), GRADIENT=wanted, **shape)
             if d_hidden is not None and d_weight is not None:
                 gradient = rows[:R, :V]
-                torch.mm(gradient, weight, out=d_hidden[start : start + R])
-                _add_product(d_weight, gradient.t(), h)
+                product(gradient, weight, out=d_hidden[start : start + R])
+                add_product(d_weight, gradient.t(), h)
         del buffer, rows
         if d_hidden is not None and d_weight is not None:
             ctx.save_for_backward(d_hidden, d_weight)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from efla_kernels.products import product
 from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.eager import differentiable, traced
 
@@ -82,18 +83,18 @@ def _forward(gate_up: Tensor, weight: Tensor, factors: Tensor | None) -> Tensor:
     h = gate_up.new_empty(N, F)
     rows = gate_up if factors is None else factors.contiguous()
     launch(swiglu_kernel, N * -(-F // BLOCK), gate_up, rows, h, **_flags(F, factors))
-    return h @ weight.t()
+    return product(h, weight.t())
 
 
 def _backward(dy: Tensor, gate_up: Tensor, weight: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gradients of gate_up [N, 2F] and W [D, F]."""
     gate_up = gate_up.contiguous()
-    h = dy @ weight  # dh until the kernel has run
+    h = product(dy, weight)  # dh until the kernel has run
     N, F = h.shape
     d_gate_up = torch.empty_like(gate_up)
     rows = gate_up if factors is None else factors.contiguous()
     launch(swiglu_gradient_kernel, N * -(-F // BLOCK), h, gate_up, rows, d_gate_up, **_flags(F, factors))
-    return d_gate_up, dy.t() @ h
+    return d_gate_up, product(dy.t(), h)
 
 
 swiglu_linear = torch.library.custom_op("efla_kernels::swiglu_linear", _forward, mutates_args=())

@@ -1,0 +1,72 @@
+"""A linear map whose three products are those of `efla_kernels.products`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efla_kernels.backends import layer_backend
+from efla_kernels.products import product
+from efla_kernels.triton.eager import differentiable, traced
+
+
+def linear(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
+    """y = x W^T of x [..., I] and W [O, I]; returns [..., O]. dx = dy W, dW = dy^T x.
+
+    torch.nn.functional.linear, and nothing else under autocast or where `layer_backend` does not choose the kernels.
+    Raises ValueError for dtypes that differ or for shapes that do not fit.
+    """
+    if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
+        raise ValueError(
+            f"weight: expected {x.dtype} [O, I] for x [..., I] of {list(x.shape)}, got {weight.dtype} "
+            f"{list(weight.shape)}"
+        )
+    if layer_backend(backend, x) == "torch" or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight)
+    y = _linear(x.reshape(-1, x.shape[-1]), weight)
+    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])  # see `norm_linear`
+
+
+def _forward(x: Tensor, weight: Tensor) -> Tensor:
+    """x [N, I], weight [O, I] -> [N, O]."""
+    return product(x, weight.t())
+
+
+def _backward(dy: Tensor, x: Tensor, weight: Tensor, for_x: bool, for_weight: bool) -> tuple[Tensor, Tensor]:
+    """dx and dW where they are asked for, else empty."""
+    return (
+        product(dy, weight) if for_x else x.new_empty(0),
+        product(dy.t(), x) if for_weight else weight.new_empty(0),
+    )
+
+
+_op = torch.library.custom_op("efla_kernels::linear", _forward, mutates_args=())
+_backward_op = torch.library.custom_op("efla_kernels::linear_backward", _backward, mutates_args=())
+
+
+@_op.register_fake
+def _(x, weight):
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@_backward_op.register_fake
+def _(dy, x, weight, for_x, for_weight):
+    return x.new_empty(x.shape if for_x else 0), weight.new_empty(weight.shape if for_weight else 0)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    backward: Callable[..., Any] = _backward_op if traced() else _backward
+    for_x, for_weight = ctx.needs_input_grad[:2]
+    dx, d_weight = backward(dy, *ctx.saved_tensors, for_x, for_weight)
+    return dx if for_x else None, d_weight if for_weight else None
+
+
+_linear = differentiable(_op, _forward, _setup, _gradient)

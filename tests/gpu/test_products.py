@@ -1,0 +1,91 @@
+"""Products by an algorithm of our choice, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from efla_kernels import cublaslt, linear, products
+from efla_kernels.products import add_product, product
+from torch import Tensor
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+# M, N, K; the last ones are what no algorithm of tensor copies takes: rows that 16 bytes do not measure
+SHAPES = [(8192, 1024, 1024), (1000, 136, 264), (4096, 3072, 5632), (1024, 2816, 16384), (8, 8, 8), (77, 33, 19)]
+
+
+def operand(rows: int, columns: int, transposed: bool, wider: int = 0) -> Tensor:
+    """[rows, columns] with numbers of a unit, as it lies or transposed; wider: of a wider matrix."""
+    shape = (columns, rows) if transposed else (rows, columns)
+    x = torch.randn(shape[0], shape[1] + wider, device="cuda").bfloat16()[:, : shape[1]]
+    return x.t() if transposed else x
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_float64(shape: tuple[int, int, int], transposed: tuple[bool, bool]) -> None:
+    torch.manual_seed(0)
+    M, N, K = shape
+    a, b = operand(M, K, transposed[0]), operand(K, N, transposed[1], wider=256)
+    expected = a.double() @ b.double()
+    got = product(a, b)
+    assert got.dtype == torch.bfloat16 and got.is_contiguous() and error(got, expected) < 2.5e-3
+    assert torch.equal(got, product(a, b))
+    wide = torch.empty(M, N, device="cuda")
+    bound = max(1e-5, 1.2e-9 * K)  # the tensor cores' sums truncate
+    assert product(a, b, torch.float32, out=wide) is wide and error(wide, expected) < bound
+    add_product(wide, a, b)
+    assert error(wide, 2 * expected) < bound
+    add_product(got, a, b)
+    assert error(got, 2 * expected) < 4e-3
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and not products._measured(0), reason="other algorithms there")
+@pytest.mark.parametrize(
+    ("left", "right", "algorithm"),
+    [
+        ((65536, 1024, False), (1024, 5632, True), products.TILES_176_128),
+        ((16384, 1024, False), (1024, 3072, True), products.TILES_128_160),
+        ((65536, 1024, False), (1024, 2816, False), products.TILES_128_160),
+        ((5632, 65536, True), (65536, 1024, False), products.THIRDS_256_128),
+        ((32000, 4096, True), (4096, 1024, False), products.TILES_128_128),
+    ],
+)
+def test_an_algorithm_of_ours_runs(
+    left: tuple[int, int, bool], right: tuple[int, int, bool], algorithm: cublaslt.Algorithm
+) -> None:
+    """What `preferred` names is offered, for products of a 340M model: no choice of torch's in silence."""
+    a, b = operand(*left), operand(*right)
+    dtype = torch.float32 if left[0] == 32000 else torch.bfloat16
+    plan = products._plan(a, b, dtype)
+    assert plan is not None and plan.algorithm == algorithm
+    assert error(product(a, b, dtype), a.double() @ b.double()) < (3e-5 if dtype == torch.float32 else 2.5e-3)
+
+
+def test_in_a_graph() -> None:
+    x, weight = operand(8192, 1024, False), operand(1024, 1024, False)
+    expected = product(x, weight.t())
+    out = torch.empty_like(expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        product(x, weight.t(), out=out)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_linear_and_its_gradients(compiled: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 512, 1024, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(2048, 1024, device="cuda") / 32).bfloat16().requires_grad_()
+    dy = torch.randn(4, 512, 2048, device="cuda").bfloat16()
+    y = (torch.compile(linear, fullgraph=True) if compiled else linear)(x, weight)
+    got = (y, *torch.autograd.grad(y, (x, weight), dy))
+    leaves = [z.detach().double().requires_grad_() for z in (x, weight)]
+    truth = leaves[0] @ leaves[1].t()
+    for z, expected in zip(got, (truth, *torch.autograd.grad(truth, leaves, dy.double())), strict=True):
+        assert z.dtype == torch.bfloat16 and z.shape == expected.shape and error(z, expected.detach()) < 2.5e-3

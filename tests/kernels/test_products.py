@@ -1,0 +1,100 @@
+"""Products and the linear map made of them, on a CPU; the algorithms of GPUs are in tests/gpu/test_products.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from efla_kernels import linear, products
+from efla_kernels.cublaslt import Algorithm, Matrix, matrix
+from efla_kernels.products import add_product, preferred, product
+
+
+def test_products_are_those_of_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(5, 7, generator=generator), torch.randn(3, 7, generator=generator).t()
+    assert torch.equal(product(a, b), a @ b)
+    out = torch.empty(5, 3)
+    assert product(a, b, out=out) is out and torch.equal(out, a @ b)
+    add_product(out, a, b)
+    assert torch.allclose(out, 2 * (a @ b))
+
+
+def test_how_a_matrix_lies_in_memory() -> None:
+    room = torch.zeros(1024, dtype=torch.bfloat16)  # a CPU's allocator promises less than a GPU's
+    start = -room.data_ptr() % 256 // 2
+    base = room[start : start + 48].view(6, 8)
+    assert matrix(base) == Matrix(6, 8, 8, False)
+    assert matrix(base.t()) == Matrix(6, 8, 8, True)
+    assert matrix(base[:, :4]) == Matrix(6, 4, 8, False)
+    assert matrix(base[:, ::2]) is None  # no row-major order either way
+    assert matrix(base[:, 1:]) is None  # two bytes off
+    both = [matrix(y) for y in (base, base.t())]
+    assert [m.shape for m in both if m is not None] == [(6, 8), (8, 6)]
+
+
+def of(M: int, K: int, N: int, transposed: bool = False) -> tuple[Matrix, Matrix]:
+    """[M, K] @ [K, N]; transposed: as a weight's gradient has them, else as a forward pass has them."""
+    left = Matrix(K, M, M, True) if transposed else Matrix(M, K, K, False)
+    return left, Matrix(K, N, N, False) if transposed else Matrix(N, K, K, True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "transposed", "algorithm"),
+    [
+        ((65536, 1024, 5632), False, products.TILES_176_128),
+        ((49152, 2048, 6144), False, products.TILES_176_128),
+        ((4096, 1024, 32000), False, products.TILES_176_128),
+        ((65536, 1024, 3072), False, products.TILES_128_160),  # 17.5 tiles of 176
+        ((65536, 2816, 1024), False, products.TILES_128_160),
+        ((65536, 5632, 1024), False, None),  # a long sum
+        ((512, 1024, 5632), False, None),  # few rows
+        ((5632, 65536, 1024), True, products.THIRDS_256_128),  # 176 tiles: 4 rounds of 132 in thirds
+        ((3072, 65536, 1024), True, None),  # 96 tiles: 2.2 rounds
+        ((5632, 16384, 1024), True, None),  # too short for thirds
+        ((32000, 4096, 1024), True, products.TILES_128_128),
+    ],
+)
+def test_the_preferred_algorithm(shape: tuple[int, int, int], transposed: bool, algorithm: Algorithm | None) -> None:
+    others = [Algorithm(24, 7, 1), Algorithm(29, 3, 1)]
+    ours = [products.TILES_128_128, products.TILES_128_160, products.THIRDS_256_128, products.TILES_176_128]
+    offered = [others[0], *ours, others[1]]
+    left, right = of(*shape, transposed)
+    index = preferred(left, right, offered)
+    assert (None if index is None else offered[index]) == algorithm
+    assert preferred(left, right, others) is None  # what is not offered is not taken
+
+
+def test_the_next_best_where_one_is_not_offered() -> None:
+    assert preferred(*of(65536, 1024, 5632), [Algorithm(24, 7, 1), products.TILES_128_160]) == 1
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_linear_and_its_gradients(monkeypatch: pytest.MonkeyPatch, backend: str, wanted: tuple[bool, bool]) -> None:
+    """Ours, which the interpreter's backend takes on a CPU, and torch's; frozen weights get no gradient."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, 3, 8, generator=generator), torch.randn(5, 8, generator=generator)
+    x.requires_grad_(wanted[0])
+    weight.requires_grad_(wanted[1])
+    dy = torch.randn(2, 3, 5, generator=generator)
+    results = []
+    for call in (lambda: linear(x, weight, backend=backend), lambda: F.linear(x, weight)):
+        y = call()
+        results.append((y, *torch.autograd.grad(y, [z for z in (x, weight) if z.requires_grad], dy)))
+    for got, expected in zip(*results, strict=True):
+        assert got.shape == expected.shape and torch.allclose(got, expected, atol=1e-6)
+
+
+def test_linear_under_autocast_is_that_of_torch() -> None:
+    x, weight = torch.ones(2, 8), torch.ones(3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, weight).dtype == torch.bfloat16
+
+
+def test_what_does_not_fit_is_named() -> None:
+    with pytest.raises(ValueError, match=r"weight: expected torch.float32 \[O, I\] for x \[..., I\] of \[2, 5\]"):
+        linear(torch.zeros(2, 5), torch.zeros(3, 4))
+    with pytest.raises(ValueError, match=r"got torch.float64 \[3, 5\]"):
+        linear(torch.zeros(2, 5), torch.zeros(3, 5, dtype=torch.float64))
