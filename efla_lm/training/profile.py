@@ -27,8 +27,8 @@ KINDS = {
     "communication": r"nccl|all_gather|all_reduce|reduce_scatter|c10d",
     "loss": r"cross_entropy|nll_loss|log_softmax|logsumexp",
     "convolution": r"convolution|conv1d|conv_depthwise",
-    "mixer": r"solve_kernel|scan_kernel|scan_backward|gradient_[qk]_kernel|transition_kernel|merge_kernel|ssd_|"
-    r"chunk_(?!cat)|flash|fmha|attention|efla_kernels::",
+    "mixer": r"solve_kernel|scan_kernel|scan_backward|(?<!_)gradient_([qk]_|gated_|)kernel|transition_kernel|"
+    r"merge_kernel|ssd_|chunk_(?!cat)|flash|fmha|attention|efla_kernels::",
     "optimiser": r"adam|multi_tensor_apply|lpnorm|_foreach",
     "products": r"gemm|nvjet|cutlass|xmma|splitkreduce|::mm$|addmm|bmm|matmul|aten::linear",
     # before copies: the fused kernels of norms have the casts of their inputs in their names

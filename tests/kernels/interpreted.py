@@ -7,7 +7,6 @@ with TRITON_INTERPRET=1. Memory handed to the kernels is filled with NaN through
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -155,29 +154,6 @@ def test_blocks_wider_than_the_widths(monkeypatch: pytest.MonkeyPatch, op: str, 
     monkeypatch.setattr(choices.Problem, "narrowest", 64)
     monkeypatch.setattr(ops, "split_segments", lambda *_, **__: segments)
     check(case(op, key_width=24, value_width=32, tokens=300 if segments > 1 else 70))
-
-
-@pytest.fixture
-def one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of q and k in one kernel, as 16-bit types have them on a GPU."""
-    choose = choices.choose
-    one = choices.Block(16, 4, 1)
-    monkeypatch.setattr(choices, "choose", lambda *problem: replace(choose(*problem), gradient=one))
-
-
-@pytest.mark.usefixtures("one_gradient")
-@pytest.mark.parametrize("op", ["deltanet", "efla"])
-def test_both_gradients_in_one_kernel(op: str) -> None:
-    for tokens, strided in ((1, False), (64, True), (150, False)):
-        check(case(op, batch=2, tokens=tokens, heads=2, strided=strided))
-    check(case(op, tokens=75, cu_seqlens=(0, 0, 5, 6, 6, 75, 75)))
-    check(case(op, key_width=32, key_norm=1e3))
-
-
-@pytest.mark.usefixtures("one_gradient")
-def test_both_gradients_in_one_kernel_where_there_is_no_decay_alone() -> None:
-    for op in ("delta_rule", "gated_efla", "gated_deltanet"):
-        check(case(op))
 
 
 @pytest.mark.parametrize("norm", [1e-2, 10.0, 1e3, None])

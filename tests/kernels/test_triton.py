@@ -23,7 +23,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kernels", ["interpreted", "interpreted_decode", "interpreted_ssd", "interpreted_ssd_model"])
+@pytest.mark.parametrize(
+    "kernels",
+    ["interpreted", "interpreted_gradient", "interpreted_decode", "interpreted_ssd", "interpreted_ssd_model"],
+)
 def test_kernels_in_the_interpreter(kernels: str) -> None:
     done = run("-m", "pytest", str(HERE / f"{kernels}.py"), "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
     print(done.stdout[-4000:])

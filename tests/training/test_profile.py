@@ -18,6 +18,8 @@ from tests.training.launch import metrics, run_here
         ("cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16", "products"),
         ("scan_backward_kernel", "mixer"),
         ("gradient_k_kernel", "mixer"),
+        ("gradient_kernel", "mixer"),
+        ("gradient_gated_kernel", "mixer"),
         ("ssd_gradient_x_kernel", "mixer"),
         ("convolution_gradient_kernel", "convolution"),
         ("cross_entropy_kernel", "loss"),

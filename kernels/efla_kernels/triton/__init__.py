@@ -9,6 +9,8 @@ scan.py             kernel 2, chunks in order: states and outputs
 scan_backward.py    kernel 3, chunks in reverse: gradients of states and v
 gradient_q.py       kernel 4, chunks in parallel: dq
 gradient_k.py       kernel 5, chunks in parallel: dk and the gates' gradients
+gradient.py         kernels 4 and 5 in one, without a decay
+gradient_gated.py   kernels 4 and 5 in one, for Gated EFLA
 split.py            cuts one long sequence into segments that run side by side
 choices.py          shapes and options of a problem, block shapes, the split
 launch.py           buffers, grids, passes over a split sequence

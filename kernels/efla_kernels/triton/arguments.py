@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Packing(NamedTuple):
@@ -57,19 +56,6 @@ def use_descriptors(*tensors: Tensor) -> bool:
             return False
     triton.set_allocator(_allocate)
     return True
-
-
-def token_tiles(x: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor, made on the host, of x [B, T, H, D] as `rows_in_place` leaves it: tiles of `rows` tokens."""
-    batch, tokens, heads, width = x.shape
-    _, token, head, _ = x.stride()
-    return TensorDescriptor(x, [batch * tokens, (heads - 1) * head + width], [token, 1], [rows, width])
-
-
-def slot_tiles(x: Tensor) -> TensorDescriptor:
-    """A descriptor, made on the host, of chunk data x [chunks, H, rows, D]: all rows of a slot are a tile."""
-    chunks, heads, rows, width = x.shape
-    return TensorDescriptor(x, [chunks * heads * rows, width], [width, 1], [rows, width])
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:

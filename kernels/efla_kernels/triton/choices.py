@@ -25,6 +25,7 @@ MODES = {
     "gated_efla": gates.GATED_EFLA.value,
 }
 RAW = MODES["delta_rule"]
+ONE_GRADIENT = (MODES["deltanet"], MODES["efla"], MODES["gated_efla"])  # Gated DeltaNet gains little by it
 
 
 class Block(NamedTuple):
@@ -45,7 +46,7 @@ class Choice:
     scan_backward: Block
     gradient_q: Block
     gradient_k: Block
-    gradient: Block | None  # both in one kernel, where that is faster
+    gradient: Block | None  # both in one kernel, over all columns, where there is one (`Problem.one_gradient`)
     transition: Block
     merge: Block
 
@@ -70,7 +71,7 @@ def choose(K: int, V: int, dtype: torch.dtype, decays: bool) -> Choice:
             scan_backward=Block(64, 4, 3),
             gradient_q=Block(64, 4, 2, 168),
             gradient_k=Block(64, 4, 2 if K == V == 128 else 1),
-            gradient=Block(128, 4, 1, 168) if K == V == 128 and dtype == torch.bfloat16 and not decays else None,
+            gradient=Block(128, 4, 1) if K == V == 128 and dtype == torch.bfloat16 else None,
             transition=Block(64, 4, 3),
             merge=Block(16, 8, 2),
         )
@@ -110,8 +111,13 @@ class Problem:
 
     @property
     def one_gradient(self) -> bool:
-        """Whether `gradient_kernel` serves: it has no erase and write of their own, and no decay."""
-        return self.choice.gradient is not None and self.mode != RAW and not self.decays
+        """Whether one kernel has q's and k's gradients: `gradient_kernel`, with a decay `gradient_gated_kernel`."""
+        return self.choice.gradient is not None and self.mode in ONE_GRADIENT
+
+    @property
+    def keeps_adjoint(self) -> bool:
+        """Whether dR is stored: `gradient_kernel` takes dV = w dR in its place."""
+        return self.decays or not self.one_gradient
 
     @cached_property
     def chunks(self) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
@@ -61,9 +60,6 @@ def specialise(arguments: Iterable[Any]) -> tuple[list[Any], list[Any]]:
             address = argument.data_ptr()
             kinds += argument.dtype, argument.get_device(), address % 16 == 0
             values.append(address)
-        elif isinstance(argument, TensorDescriptor):
-            kinds += argument.base.dtype, argument.base.get_device(), tuple(argument.block_shape)
-            values.append(argument)
         else:
             kinds.append(_kind(argument))
             values.append(argument)

@@ -100,6 +100,15 @@ def coefficients(mode: tl.constexpr, gate, decay, lam):
 
 
 @triton.jit
+def erase_over_write(mode: tl.constexpr, lam):
+    """erase / write of EFLA and DELTANET, which does not depend on beta."""
+    if mode == EFLA:
+        return tl.full(lam.shape, 1.0, tl.float32)
+    else:
+        return 1.0 / tl.sqrt(lam + NORM_EPS)
+
+
+@triton.jit
 def coefficient_gradients(mode: tl.constexpr, gate, decay, lam, s_e, s_w, k_dk, d_log_decay):
     """(d logit, d log_g, dL/d lam) from s_e, s_w, k . dL/dk (at fixed coefficients) and dL/d log_decay.
 

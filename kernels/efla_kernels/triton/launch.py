@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from efla_kernels.triton.arguments import Packing, pack, rows_in_place, slot_tiles, token_tiles, use_descriptors
+from efla_kernels.triton.arguments import Packing, pack, rows_in_place, use_descriptors
 from efla_kernels.triton.choices import CHUNK, RAW, Choice, Problem
 from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.gradient import gradient_kernel
+from efla_kernels.triton.gradient_gated import gradient_gated_kernel
 from efla_kernels.triton.gradient_k import gradient_k_kernel
 from efla_kernels.triton.gradient_q import gradient_q_kernel
 from efla_kernels.triton.scan import scan_kernel
@@ -225,7 +226,8 @@ def backward(
     need_initial = initial is not None
     dv = _rows(p, v)
     d_initial = torch.empty(p.state_shape(p.sequences) if need_initial else (0,), **fp32)
-    d_states, d_solved = torch.empty_like(saved.states), torch.empty_like(saved.solved)
+    d_states = torch.empty_like(saved.states)
+    d_solved = torch.empty_like(saved.solved) if p.keeps_adjoint else unused
     width, block = p.width(choice.scan_backward), choice.scan_backward
     blocks = -(-p.value_width // width["BV"])
     programs = p.sequences * p.segments * p.heads * blocks
@@ -241,8 +243,8 @@ def backward(
             d_writes, p.tokens, p.chunks_per_segment,
             q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
             SEGMENTS=p.segments, D_FINAL=d_end is not None, D_INITIAL=d_start is not None,
-            SCORES=keeps_scores, BOUNDED=p.bounded, STORE=store, WRITES=writes, PACKED=p.packed, TMA=tma,
-            STAGES=block.stages, num_warps=block.warps, **width, **p.flags,
+            SCORES=keeps_scores, BOUNDED=p.bounded, STORE=store, SOLVED=p.keeps_adjoint, WRITES=writes,
+            PACKED=p.packed, TMA=tma, STAGES=block.stages, num_warps=block.warps, **width, **p.flags,
         )  # fmt: skip
 
     if p.segments > 1:
@@ -258,11 +260,11 @@ def backward(
     d_write = gate.new_empty(0) if write is None else _rows(p, write)
     d_decay = _rows(p, gate, torch.float32) if p.decays else torch.empty(0, **fp32)
     gradients = Gradients(dq, dk, dv, d_gate, d_write, d_decay, d_initial)
+    decay = unused if decay is None else decay.contiguous()
     if p.one_gradient:
-        _gradient(p, q, k, do, gate, saved, d_states, d_solved, packing, gradients, tma)
+        _gradient(p, q, k, do, gate, decay, saved, d_states, d_solved, d_writes, packing, gradients)
         return gradients
     d_scores = torch.empty_like(saved.inverse)
-    decay = unused if decay is None else decay.contiguous()
     width, block = p.width(choice.gradient_q, inside=True), choice.gradient_q
     launch(
         gradient_q_kernel, p.heads * p.chunks,
@@ -288,25 +290,29 @@ def _gradient(
     k: Tensor,
     do: Tensor,
     gate: Tensor,
+    decay: Tensor,
     saved: Saved,
     d_states: Tensor,
     d_solved: Tensor,
+    d_writes: Tensor,
     packing: Packing,
-    gradients: Gradients,
-    tma: bool,
+    out: Gradients,
 ) -> None:
-    """The gradients of q, k and the gate in one kernel."""
+    """The gradients of q, k and the gates in one kernel."""
     block = p.choice.gradient
     assert block is not None
-    tiles: tuple[Any, ...] = (q, k, do, saved.states, saved.solved, d_states, d_solved)
-    tma = tma and not p.packed and p.tokens % CHUNK == 0
-    if tma:
-        tiles = (*(token_tiles(x, CHUNK) for x in tiles[:3]), *(slot_tiles(x) for x in tiles[3:]))
+    last = (p.tokens, p.scale, q.stride(1), q.stride(2), k.stride(1), k.stride(2))
     flags = {name: p.flags[name] for name in ("H", "K", "DTYPE", "PRECISION")}
-    launch(
-        gradient_kernel, p.heads * p.chunks,
-        q, k, do, gate, saved.table, saved.states, saved.solved, d_states, d_solved, *tiles, *packing,
-        gradients.q, gradients.k, gradients.gate, p.tokens, p.scale, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
-        V=p.value_width, MODE=p.mode, PACKED=p.packed, TMA=tma, num_warps=block.warps, num_stages=block.stages,
-        registers=block.registers if tma else 0, **flags,
-    )  # fmt: skip
+    flags.update(V=p.value_width, MODE=p.mode, PACKED=p.packed, num_warps=block.warps, num_stages=block.stages)
+    if p.decays:
+        launch(
+            gradient_gated_kernel, p.heads * p.chunks,
+            q, k, do, gate, decay, saved.table, saved.states, saved.solved, d_states, d_solved, d_writes, *packing,
+            out.q, out.k, out.gate, out.decay, *last, BLOCKS=d_writes.shape[-1], **flags,
+        )  # fmt: skip
+    else:
+        launch(
+            gradient_kernel, p.heads * p.chunks,
+            q, k, do, gate, saved.table, saved.states, saved.solved, d_states, out.v, *packing,
+            out.q, out.k, out.gate, *last, **flags,
+        )  # fmt: skip

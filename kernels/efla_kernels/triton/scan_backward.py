@@ -5,9 +5,10 @@ With dS the gradient of the state after the chunk and the other symbols of the f
     dX = P^T dO + exp(b_C - b) K dS        dR = T^T dX        dV = w dR
     dS_before = exp(b_C) dS + (r exp(b) Q)^T dO - (e exp(b) K)^T dR
 
-Saves dS (after each chunk) and dR for the chunk-parallel gradients of q, k and the gates. Where these tell dL/d ln w
-from dL/d ln e, rowsum(dR * V) = (dL/d ln w) / w is taken here, from dR in fp32: a token with a large w may be most of
-the gate's gradient with a sum far below |dR| |V|, which dR rounded to bf16 would lose (kernels/README.md, Precision).
+Saves dS (after each chunk) for the chunk-parallel gradients of q, k and the gates, and dR unless these take dV in its
+place (`gradient_kernel`). Where they tell dL/d ln w from dL/d ln e, rowsum(dR * V) = (dL/d ln w) / w is taken here,
+from dR in fp32: a token with a large w may be most of the gate's gradient with a sum far below |dR| |V|, which dR
+rounded to bf16 would lose (kernels/README.md, Precision).
 For the same reason T^T multiplies dX rounded, and what the rounding left is added to the token's own row, where T is 1.
 P is read where it was kept, else formed again from q and k.
 """
@@ -45,7 +46,7 @@ def scan_backward_kernel(
     dv,  # out [B, T, H, V]
     d_initial,  # out [N, H, K, V] fp32, or unused
     d_states,  # out [chunks, H, K, V]
-    d_solved,  # out dR [chunks, H, C, V]
+    d_solved,  # out dR [chunks, H, C, V], or unused
     d_writes,  # out rowsum(dR * V) of every block of V [B, T, H, blocks] fp32, or unused
     T,
     chunks_per_segment,
@@ -67,6 +68,7 @@ def scan_backward_kernel(
     SCORES: tl.constexpr,  # P was kept
     BOUNDED: tl.constexpr,  # see `decay_pairs`
     STORE: tl.constexpr,  # False: only the state's gradient is wanted (first pass of a split sequence)
+    SOLVED: tl.constexpr,  # dR is wanted
     WRITES: tl.constexpr,  # d_writes are wanted
     PACKED: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -99,7 +101,8 @@ def scan_backward_kernel(
             BLOCKS: tl.constexpr = (V + BV - 1) // BV
             own_writes = d_writes + (first * H + h) * BLOCKS + column0 // BV
             v_rows = matrix(v + first * v_token + h * v_head, length, v_token, V, BV, TMA)
-        dR_rows = matrix(d_solved + chunk0 * H * CHUNK * V, slots * CHUNK, V, V, BV, TMA)
+        if SOLVED:
+            dR_rows = matrix(d_solved + chunk0 * H * CHUNK * V, slots * CHUNK, V, V, BV, TMA)
         if TMA:
             dS_rows = tl.make_tensor_descriptor(d_states + chunk0 * H * K * V, [slots * K, V], [V, 1], [BK, BV])
     for step in tl.range(0, chunks, num_stages=STAGES):
@@ -152,7 +155,8 @@ def scan_backward_kernel(
             w = tl.load(row + CHUNK)
             d_value = (w[:, None] * dR).to(dv.dtype.element_ty)
             store_tile(dv_rows, length, H * V, c * CHUNK, column0, d_value, V, BV, TMA)
-            store_tile(dR_rows, slots * CHUNK, V, slot * CHUNK, column0, dR.to(DTYPE), V, BV, TMA)
+            if SOLVED:
+                store_tile(dR_rows, slots * CHUNK, V, slot * CHUNK, column0, dR.to(DTYPE), V, BV, TMA)
         d_read = (r[:, None] * d_out.to(tl.float32)).to(DTYPE)
         dS += tl.dot(tl.trans(query), d_read, input_precision=PRECISION)
         dS -= tl.dot(tl.trans(key), (e[:, None] * dR).to(DTYPE), input_precision=PRECISION)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from efla_kernels.triton.interpreter import INTERPRETED
+
 CHUNK = tl.constexpr(64)
 
 
@@ -72,6 +74,22 @@ def load_rows(
     if WIDTH % BLOCK != 0:
         mask = mask & (columns[None, :] < WIDTH)
     return tl.load(pointers, mask=mask, other=0.0).to(dtype)
+
+
+@triton.jit
+def ask_for_rows(base, stride, left, WIDTH: tl.constexpr, ROWS: tl.constexpr = CHUNK):
+    """Have ROWS rows of 16-bit numbers (the first `left` of them, 1 or more) brought into L2, in lines of 128 bytes."""
+    if not INTERPRETED:
+        rows = tl.minimum(tl.arange(0, ROWS), left - 1)
+        lines = tl.arange(0, WIDTH // 64) * 64
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [base + rows[:, None] * stride + lines[None, :]],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
