@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import efla_kernels
 import pytest
 import torch
 from efla_kernels.accuracy import Case, relative_errors
 from efla_kernels.selftest import poisoned_memory
 from efla_kernels.selftest_rows import LENGTHS, PACKED, Row
+from efla_kernels.triton import choices, launch, ops
 from torch import Tensor, nn
 
 from efla_lm.benchmarks.decoding import decode_inputs, truth
@@ -130,15 +133,63 @@ def test_cuda_graph_of_a_training_step(op: str) -> None:
         assert torch.equal(x, expected[name]), name
 
 
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the delta rule's kernels that were launched."""
+    names: set[str] = set()
+    run = launch.launch
+    monkeypatch.setattr(launch, "launch", lambda kernel, *a, **b: (names.add(kernel.fn.__name__), run(kernel, *a, **b)))
+    return names
+
+
+FUSED = {"deltanet": "gradient_kernel", "efla": "gradient_kernel", "gated_efla": "gradient_gated_kernel"}
+
+
+@pytest.mark.parametrize("heads", [8, 16])
 @pytest.mark.parametrize("op", ["deltanet", "efla", "gated_deltanet", "gated_efla"])
-def test_many_programs_give_the_same_bits_in_every_run(op: str) -> None:
+def test_many_programs_give_the_same_bits_in_every_run(ran: set[str], op: str, heads: int) -> None:
     """Thousands of programs of each kernel: a copy that is not waited for shows there, and not in small rows."""
-    case = Case(op, batch=8, tokens=2048, heads=8, initial=False, final=False)
-    tensors = case.inputs(0, "cuda")
+    case = Case(op, batch=8, tokens=2048, heads=heads, initial=False, final=False)
+    tensors = case.inputs(0, "cuda", "cuda")
     first = case.run(tensors, "triton")
     for _ in range(25):
         again = case.run(tensors, "triton")
         assert not [name for name, x in first.items() if not torch.equal(x, again[name])]
+    assert FUSED.get(op, "gradient_k_kernel") in ran
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, PACKED])
+@pytest.mark.parametrize("op", FUSED)
+def test_both_gradients_in_one_kernel_or_in_two(
+    monkeypatch: pytest.MonkeyPatch, ran: set[str], op: str, cu_seqlens: tuple[int, ...] | None
+) -> None:
+    """Beside the self-test's bounds, which both are held to: the kernels round differently, and no more than that."""
+    case = Case(op, tokens=PACKED[-1], cu_seqlens=cu_seqlens, heads=4, strided=True)
+    check(case)
+    tensors = case.inputs(0, "cuda")
+    one = case.run(tensors, "triton")
+    assert FUSED[op] in ran and "gradient_k_kernel" not in ran
+    choose = choices.choose
+    monkeypatch.setattr(choices, "choose", lambda *problem: replace(choose(*problem), gradient=None))
+    ops.known_problem.cache_clear()
+    two = case.run(tensors, "triton")
+    ops.known_problem.cache_clear()
+    assert "gradient_k_kernel" in ran
+    errors = relative_errors(one, two)
+    assert max(errors.values()) <= 1e-2, errors
+
+
+@pytest.mark.parametrize("op", FUSED)
+@pytest.mark.parametrize("logit", [-20.0, -60.0, -200.0])
+def test_coefficients_that_vanish(op: str, logit: float) -> None:
+    """Of every third token the coefficients are 2e-9, 1e-26, 0: finite and right."""
+    case = Case(op, tokens=300, key_norm=1.0)
+    tensors = case.inputs(0, "cuda")
+    tensors["beta_logit"][:, ::3] = logit
+    got, row = case.run(tensors, "triton"), Row("", case)
+    errors = relative_errors(got, case.truth(tensors))
+    assert not [name for name, error in errors.items() if not error <= row.bound(name)], errors
+    assert all(bool(x.isfinite().all()) for x in got.values())
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

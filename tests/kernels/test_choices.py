@@ -26,3 +26,18 @@ def test_narrow_16_bit_blocks_lie_in_pipelined_loops(key_width: int, value_width
             pipelined = block.stages > 1 and not (key_width % 8 or value_width % 8)
             pipelined &= value_width > columns or not inside
             assert columns >= 64 or pipelined, (block, columns)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("widths", [(64, 64), (64, 128), (128, 64), (128, 128), (256, 256)])
+def test_who_has_one_kernel_for_both_gradients(mode: str, dtype: torch.dtype, widths: tuple[int, int]) -> None:
+    """It takes all of V at once, in the registers and shared memory of these widths; dR is stored for the rest."""
+    decays = mode.startswith("gated")
+    problem = Problem(
+        batch=1, tokens=64, heads=1, key_width=widths[0], value_width=widths[1], sequences=1, dtype=dtype,
+        mode=MODES[mode], decays=decays, packed=False, scale=1.0, segments=1,
+    )  # fmt: skip
+    fits = widths == (128, 128) and dtype == torch.bfloat16
+    assert problem.one_gradient == (fits and mode in ("deltanet", "efla", "gated_efla"))
+    assert problem.keeps_adjoint == (not problem.one_gradient or decays)

@@ -3,6 +3,7 @@
 The algebra and the order of `gradient_q_kernel` and `gradient_k_kernel`, with every tile read from memory once; see
 `gradient.py` for what it costs to take all of V at once. q_hat . dq_hat, a part of the decay's gradient, stays in
 registers. <S, dS> is the trace of S^T dS: summed entry by entry, both tiles would be moved out of the products' layout.
+k, X and b are loaded once more for the second half: held through S^T dS they would spill.
 """
 
 from __future__ import annotations
@@ -67,7 +68,6 @@ def gradient_gated_kernel(
         S = load_state(states + slot * K * V, K, V, K, V, 0)
         r = tl.load(row + 2 * CHUNK)
         b = tl.load(row + 3 * CHUNK)
-        e = tl.load(row)
         ask_for_rows(k_rows, k_token, left, K)
         ask_for_rows(q_rows, q_token, left, K)
         ask_for_rows(d_states + slot * K * V, V, K, V, K)
@@ -90,11 +90,15 @@ def gradient_gated_kernel(
         dR = load_rows(d_solved + slot * CHUNK * V, V, CHUNK, V, V, 0, DTYPE)
         M = tl.dot(dR, tl.trans(X), input_precision=PRECISION)
         d_key = tl.dot(dR, tl.trans(S), input_precision=PRECISION)
+        e = tl.load(row)
         M = tl.where(rows[:, None] > rows[None, :], decay_pairs(M, -e, b, 0, BOUNDED), 0.0).to(DTYPE)
+        key = load_rows(k_rows, k_token, left, K, K, 0, DTYPE)
+        wide = key.to(tl.float32)
         d_key = tl.dot(M, key, d_key * -(e * tl.exp(b))[:, None], input_precision=PRECISION)
-        wide = load_rows(k_rows, k_token, left, K, K, 0, tl.float32)
         d_erase = tl.sum(d_key * wide, 1)
+        b = tl.load(row + 3 * CHUNK)
         b_end = tl.min(b, 0)
+        X = load_rows(solved + slot * CHUNK * V, V, CHUNK, V, V, 0, DTYPE)
         X = (X.to(tl.float32) * tl.exp(b_end - b)[:, None]).to(DTYPE)
         d_key = tl.dot(X, tl.trans(dS), d_key, input_precision=PRECISION)
         from_write = tl.sum(d_key * wide, 1) - d_erase
