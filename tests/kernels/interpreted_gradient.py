@@ -41,7 +41,7 @@ def test_both_gradients_in_one_kernel(one_gradient: set[str], op: str) -> None:
 
 @pytest.mark.parametrize("op", FUSED)
 def test_both_gradients_in_one_kernel_of_states_computed_again(one_gradient: set[str], op: str) -> None:
-    """Bit for bit, dense, packed and split."""
+    """Bit for bit, dense and packed."""
     for more in ({"tokens": 70}, {"tokens": 75, "cu_seqlens": (0, 0, 5, 6, 6, 75, 75)}):
         again, kept = (check(case(op, **more), backend=backend) for backend in ("triton_recompute", "triton"))
         assert all(torch.equal(again[name], kept[name]) for name in kept)
