@@ -9,11 +9,9 @@ divisor it writes g back) in launches of 320 programs each, which are too few fo
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -112,8 +110,7 @@ def adamw(
         firsts = list(itertools.accumulate((-(-row[-1] // BLOCK) for row in table), initial=0))
         if programs := firsts.pop():
             launch(
-                adamw_kernel, programs,
-                _sent(tuple(firsts), torch.int32, skip.device), _sent(tuple(table), torch.int64, skip.device),
+                adamw_kernel, programs, _sent(firsts, torch.int32, skip.device), _sent(table, torch.int64, skip.device),
                 divisor, taken, *map(float, numbers), len(table),
                 num_warps=WARPS, SLOTS=triton.next_power_of_2(len(table)), ALIGNED=aligned, BLOCK=BLOCK,
             )  # fmt: skip
@@ -121,9 +118,7 @@ def adamw(
         torch._foreach_add_(list(steps), taken)
 
 
-@functools.lru_cache(16)
-def _sent(numbers: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host on the device, without waiting; kept, since tensors of one update mostly lie where those of
-    the last one lay."""
+def _sent(numbers: Sequence[int] | Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host on the device, without waiting."""
     tensor = torch.tensor(numbers, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
