@@ -2,8 +2,8 @@
 
     none        all that the backward pass reads; compiled, what torch.compile thinks best for speed
     selective   the stream where a norm reads it, the results of matrix products and of the mixer's op, or of the norm
-                behind it, and the weights' casts, which all tokens share; convolution and gates (and SwiGLU's
-                activation where PyTorch has it) are computed again, most of them inside the backward pass's own kernels
+                behind it; convolution, gates and casts of weights (and SwiGLU's activation where PyTorch has it) are
+                computed again, most of them inside the backward pass's own kernels
     products    the stream and the results of matrix products alone: the mixer's op is computed again too
     full        the block's input alone, summed; the block is computed again, products included
 
@@ -55,10 +55,9 @@ def _save(wanted: bool) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def selective_policy(context: Any, op: Any, *inputs: Any, **__: Any) -> CheckpointPolicy:
-    """Save products, casts of matrices and the mixers' ops, compute the rest again."""
-    cast = op is aten._to_copy.default and inputs[0].dim() == 2
-    return _save(op in PRODUCTS or cast or (_is_ours(op) and not op.__name__.startswith(CHEAP)))
+def selective_policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    """Save products and the mixers' ops, compute the rest again."""
+    return _save(op in PRODUCTS or (_is_ours(op) and not op.__name__.startswith(CHEAP)))
 
 
 def products_policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:

@@ -10,7 +10,7 @@ Memory of one device in bytes, as torch counts what it has allocated:
     optimizer     8 P / s        two fp32 moments of AdamW
     gathered      b P            s = 1: the compute copy of all weights stays, kept by FSDP or for the backward pass
                   b (P_0 + 2 P_b)  s > 1: the root group, the block at work and the next one; one process that casts
-                  weights again in the backward pass (products, full): the head and 2 P_b
+                  weights again in the backward pass (selective, full): the head and 2 P_b
     gradients     4 P / s        fp32, reduced; with several micro-batches and FSDP 4 P more, which add up unsharded
                   (FSDP: several processes, unless parallel=ddp on one machine)
     activations   b m (L a + 2 D)  a elements per token and block, see `saved_per_token`; full activation checkpointing:
@@ -174,7 +174,7 @@ def memory(
     accumulates = micro_steps > 1
     gathered = float(b * P) if shards == 1 else b * (root + 2 * block)
     if whole:
-        cast = gathered if keeping in ("none", "selective") else b * (V * D + 2 * block)
+        cast = b * (V * D + 2 * block) if keeping != "none" else gathered
         gathered = 0.0 if precision == "fp32" else cast
     widest = 3 * config.intermediate_size if config.mlp else 2 * config.inner_size
     return Memory(

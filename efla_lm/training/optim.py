@@ -11,11 +11,9 @@ convolutions, A_log, dt_bias and D do not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
-from efla_kernels.backends import layer_backend
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -50,7 +48,7 @@ def build_optimizer(model: nn.Module, *, betas: Sequence[float], eps: float, wei
         lr=0.0,
         betas=(betas[0], betas[1]),
         eps=eps,
-        fused=True,  # the only form of torch's that takes the decision to skip from the device (`found_inf`)
+        fused=True,  # one kernel, and the only form that takes the decision to skip from the device (`found_inf`)
     )
     for parameter in names.values():
         optimizer.state[parameter] = {
@@ -88,36 +86,9 @@ def step_unless(optimizer: AdamW, skip: Tensor, norm: Tensor, max_norm: float) -
     which; it need not wait for the device.
 
     norm: of the gradients of all ranks, a scalar on the device; max_norm 0 leaves the gradients alone. They are let go.
-    On a GPU it is our kernel (`efla_kernels.triton.adamw`), else torch's.
     """
-    clipped = max_norm if max_norm > 0 else math.inf
-    divisor = (norm / clipped).clamp(min=1.0).float()
-    if layer_backend("auto", divisor) == "triton":
-        _step_by_kernel(optimizer, divisor, skip)
-    else:
-        # what torch's GradScaler hands over: the fused step divides by the one and does nothing where the other is set
-        optimizer.grad_scale, optimizer.found_inf = divisor, skip.to(torch.float32)  # type: ignore[attr-defined]
-        optimizer.step()
+    # what torch's GradScaler hands over: the fused kernel divides by the one and does nothing where the other is set
+    optimizer.grad_scale = (norm / max_norm).clamp(min=1.0).float() if max_norm > 0 else None  # type: ignore[attr-defined]
+    optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
+    optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-
-@torch.no_grad()
-def _step_by_kernel(optimizer: AdamW, divisor: Tensor, skip: Tensor) -> None:
-    from efla_kernels.triton.adamw import adamw  # triton is there wherever it is chosen
-
-    for group in optimizer.param_groups:
-        parameters = [p for p in group["params"] if p.grad is not None]
-        states = [optimizer.state[p] for p in parameters]
-        adamw(
-            [local(p) for p in parameters],
-            [local(p.grad) for p in parameters],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
-            [state["step"] for state in states],
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            divisor=divisor,
-            skip=skip,
-        )

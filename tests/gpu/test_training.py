@@ -16,7 +16,6 @@ from efla_lm.training.checkpoint import read_tensors
 from efla_lm.training.graphs import GraphedPasses, run_eagerly
 from efla_lm.training.optim import set_learning_rate
 from efla_lm.training.step import Passes, Verdicts, update
-from tests.kernels import adamw_cases
 from tests.training.corpus import write_corpus
 from tests.training.launch import MODELS, assert_same_weights, metrics, run_here
 from tests.training.parts import adamw, cut, not_finite_at, ragged_batch, sharded, tiny_config
@@ -122,12 +121,6 @@ def test_non_finite_step_on_the_device(world: distributed.World) -> None:
     verdicts.settle()
     assert verdicts.skipped == 1
     assert all(state["step"].item() == 2 for state in optimizer.state.values())
-
-
-@pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.999)])
-def test_the_optimisers_kernel_against_float64(betas: tuple[float, float], shift: int) -> None:
-    adamw_cases.check(shift, betas, "cuda")
 
 
 @pytest.mark.parametrize("model", MODELS)

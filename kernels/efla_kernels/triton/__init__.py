@@ -33,10 +33,6 @@ cross_entropy.py        linear layer and cross-entropy together, in blocks of ro
 norms.py                RMS norms with the sum before them and the narrow products behind them
 swiglu.py               silu(gate) * up with the product behind it
 
-The optimiser:
-
-adamw.py                a step of AdamW on all parameters in one kernel, or none
-
 State-space duality, of which ssd_choices.py, ssd_launch.py and ssd_ops.py are what their namesakes above are:
 
 ssd_gates.py        first and last kernel: steps and decays, and their gradients
