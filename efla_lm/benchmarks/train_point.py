@@ -53,7 +53,7 @@ class Point:
     profile: int
     peer_waits: bool  # fla reads norm and loss in every update (`train_peer`)
     started: float
-    lock: str  # a file that is held from the first update on; empty: nobody else is there
+    lock: str  # a file by which points on one GPU take turns; empty: nobody else is there
 
 
 class Subject(Protocol):
@@ -121,25 +121,27 @@ def measure(subject: Subject, point: Point) -> dict[str, Any]:
     """Warm up, then time `windows` times `updates` updates; the columns of a row (module `train_speed`)."""
     begin = time.time()
     built = begin - point.started  # of the start-up: imports, devices, data, initial weights
-    subject.step(0)
-    subject.settle()
-    first = time.time() - begin
-    with turn(point.lock) as waited:
+    with turn(point.lock, alone=False) as compiling:
+        subject.step(0)
+        subject.settle()
+    first = time.time() - begin - compiling
+    with turn(point.lock, alone=True) as timing:
         for number in range(1, point.warmup):
             subject.step(number)
             if number + 1 == STARTED:
                 subject.settle()
-                startup = time.time() - point.started - waited
+                startup = time.time() - point.started - compiling - timing
         return clocked(subject, point) | {"startup_s": startup, "built_s": built, "first_update_s": first}
 
 
 @contextmanager
-def turn(lock: str) -> Iterator[float]:
-    """Hold the file `lock`, as soon as no other process does, and say how many seconds that took."""
+def turn(lock: str, alone: bool) -> Iterator[float]:
+    """Hold the file `lock`, alone or among others that are not alone either, and say how many seconds one waited."""
     with ExitStack() as stack:
         begin = time.time()
         if lock:
-            fcntl.flock(stack.enter_context(open(lock, "w", encoding="utf-8")), fcntl.LOCK_EX)
+            file = stack.enter_context(open(lock, "w", encoding="utf-8"))
+            fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield time.time() - begin
 
 

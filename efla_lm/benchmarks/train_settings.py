@@ -44,7 +44,7 @@ class ThroughputSettings:
         choices=("empty", "kept"),
     )
     at_once: int = key(
-        1, "points that start up side by side on one GPU; from its first update on each has the GPU to itself"
+        1, "points that start up side by side on one GPU; behind its first update each has the GPU to itself"
     )
     limit_s: int = key(240, "seconds after which a point is given up")
     budget_s: int | None = key(None, "seconds after which no further point is started; null: all run")

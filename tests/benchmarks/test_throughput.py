@@ -72,23 +72,24 @@ def test_points_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "points of several GPUs run one after the other" in capsys.readouterr().err
 
 
-def test_one_point_at_a_time_has_the_gpu(tmp_path: Path) -> None:
-    """A second holder of the lock waits for the first, and is told how long."""
+def test_one_point_at_a_time_is_timed(tmp_path: Path) -> None:
+    """Who is alone waits for those who compile, and they for him; among themselves they do not."""
     lock, seen = str(tmp_path / "turn"), []
 
-    def second() -> None:
-        with turn(lock) as waited:
+    def second(alone: bool) -> None:
+        with turn(lock, alone) as waited:
             seen.append(waited)
 
-    with turn(lock) as waited:
-        thread = threading.Thread(target=second)
-        thread.start()
-        time.sleep(0.3)
-        assert waited < 0.2 and not seen
-    thread.join()
-    assert 0.2 < seen[0] < 5
-    with turn("") as alone, turn("") as again:
-        assert max(alone, again) < 0.2
+    for mine, other in ((True, True), (True, False), (False, True)):
+        with turn(lock, mine) as waited, turn("", True) as nobody:
+            thread = threading.Thread(target=second, args=(other,))
+            thread.start()
+            time.sleep(0.3)
+            assert max(waited, nobody) < 0.2 and not seen
+        thread.join()
+        assert 0.2 < seen.pop() < 5
+    with turn(lock, False), turn(lock, False) as waited:
+        assert waited < 0.2
 
 
 def test_without_a_gpu_nothing_is_started_unasked(
