@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ MOST_WORKSPACE = 1  # cublasLtMatmulPreferenceAttributes_t
 TILE, SPLIT, CUSTOM = 1, 2, 5  # cublasLtMatmulAlgoConfigAttributes_t
 CANDIDATES = 32
 WORKSPACE = 128 << 20  # bytes; what is used is what the chosen algorithm wants
+PLANS = 4096  # held at once; of lengths that never repeat there is no end
 ALIGNMENT = 256  # bytes of every matrix's first element, which the heuristics take for granted
 ONE, ZERO = (ctypes.byref(ctypes.c_float(x)) for x in (1.0, 0.0))
 
@@ -46,14 +49,24 @@ class _Found(ctypes.Structure):
     )
 
 
+class Made:
+    """What a function cublasLt...Create made, for calls of other functions to take, and destroyed with this object."""
+
+    def __init__(self, kind: str, *arguments: Any) -> None:
+        self._as_parameter_ = ctypes.c_void_p()
+        _call(f"cublasLt{kind}Create", ctypes.byref(self._as_parameter_), *arguments)
+        destroy = getattr(library(), f"cublasLt{kind}Destroy")
+        weakref.finalize(self, destroy, self._as_parameter_).atexit = False
+
+
 class Plan(NamedTuple):
     """A product that is ready to run: descriptors, the algorithm, and the bytes of workspace that it wants."""
 
-    handle: int
-    description: int
-    first: int
-    second: int
-    out: int
+    handle: Made
+    description: Made
+    first: Made
+    second: Made
+    out: Made
     found: _Found
 
     @property
@@ -80,7 +93,9 @@ Choice = Callable[[Matrix, Matrix, list[Algorithm]], int | None]
 
 
 def matrix(x: Tensor) -> Matrix | None:
-    """How x [rows, columns] lies in memory; None where cuBLASLt could not take it as it is."""
+    """How x [rows, columns] lies in memory; None where cuBLASLt could not take it as it is, or where it is empty."""
+    if x.numel() == 0:
+        return None
     for transposed, y in ((False, x), (True, x.t())):
         if y.stride(1) == 1 and y.stride(0) >= y.shape[1] and y.data_ptr() % ALIGNMENT == 0:
             return Matrix(y.shape[0], y.shape[1], y.stride(0), transposed)
@@ -98,26 +113,37 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-@functools.cache
+@functools.lru_cache(PLANS)
 def choose(left: Matrix, right: Matrix, out: torch.dtype, device: int, choice: Choice) -> Plan | None:
     """The plan of left @ right for bf16 matrices, sums in fp32, the result contiguous in `out`'s type.
 
     choice: takes left, right and the algorithms that are offered, and returns the index of one, or None. Returns None
-    then, and where there is no cuBLASLt. Raises RuntimeError where cuBLASLt reports an error.
+    then, where there is no cuBLASLt, and, with a warning, where it reports an error.
     """
     if library() is None:
         return None
+    try:
+        return _chosen(left, right, out, device, choice)
+    except RuntimeError as error:
+        warnings.warn(f"{error}, for {left} and {right}: this product is torch's own", stacklevel=2)
+        return None
+
+
+def _chosen(left: Matrix, right: Matrix, out: torch.dtype, device: int, choice: Choice) -> Plan | None:
     M, N = left.shape[0], right.shape[1]
     # row-major C = A B is column-major C^T = B^T A^T, where a row-major matrix is its own transpose
-    description = _made("cublasLtMatmulDescCreate", COMPUTE_32F, TYPES[torch.float32])
+    description = Made("MatmulDesc", COMPUTE_32F, TYPES[torch.float32])
     for attribute, operand in ((TRANSPOSE_A, right), (TRANSPOSE_B, left)):
         flag = ctypes.c_int32(operand.transposed)
-        _call("cublasLtMatmulDescSetAttribute", _pointer(description), attribute, ctypes.byref(flag), _size(flag))
+        _call("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.byref(flag), _size(flag))
     first, second = (_layout(x.rows, x.columns, x.stride, torch.bfloat16) for x in (right, left))
     result = _layout(M, N, N, out)
     found = _offered(_handle(device), description, [first, second, result])
     index = choice(left, right, [_algorithm(x) for x in found])
-    return None if index is None else Plan(_handle(device), description, first, second, result, found[index])
+    if index is None:
+        return None
+    # a copy: an entry of an array holds on to all of it
+    return Plan(_handle(device), description, first, second, result, _Found.from_buffer_copy(found[index]))
 
 
 def run(plan: Plan, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
@@ -143,17 +169,9 @@ def _matmul() -> Any:
 
 
 @functools.cache
-def _handle(device: int) -> int:
+def _handle(device: int) -> Made:
     with torch.cuda.device(device):
-        return _made("cublasLtCreate")
-
-
-def _made(name: str, *arguments: Any) -> int:
-    """What a function of cuBLASLt makes, as an address."""
-    made = ctypes.c_void_p()
-    _call(name, ctypes.byref(made), *arguments)
-    assert made.value is not None
-    return made.value
+        return Made("")
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -165,21 +183,20 @@ def _check(name: str, status: int) -> None:
         raise RuntimeError(f"{name} of cuBLASLt: expected status 0, got {status} (cublasStatus_t)")
 
 
-def _layout(rows: int, columns: int, stride: int, dtype: torch.dtype) -> int:
+def _layout(rows: int, columns: int, stride: int, dtype: torch.dtype) -> Made:
     """Of a row-major matrix, which is column-major [columns, rows]."""
     sizes = ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(stride)
-    return _made("cublasLtMatrixLayoutCreate", TYPES[dtype], *sizes)
+    return Made("MatrixLayout", TYPES[dtype], *sizes)
 
 
-def _offered(handle: int, description: int, layouts: list[int]) -> list[_Found]:
+def _offered(handle: Made, description: Made, layouts: list[Made]) -> list[_Found]:
     """What the heuristics offer, best first."""
-    preference = _made("cublasLtMatmulPreferenceCreate")
+    preference = Made("MatmulPreference")
     most = ctypes.c_size_t(WORKSPACE)
-    _call("cublasLtMatmulPreferenceSetAttribute", _pointer(preference), MOST_WORKSPACE, ctypes.byref(most), _size(most))
+    _call("cublasLtMatmulPreferenceSetAttribute", preference, MOST_WORKSPACE, ctypes.byref(most), _size(most))
     found, count = (_Found * CANDIDATES)(), ctypes.c_int()
-    pointers = [_pointer(x) for x in (handle, description, *layouts, layouts[-1], preference)]
-    _call("cublasLtMatmulAlgoGetHeuristic", *pointers, CANDIDATES, found, ctypes.byref(count))
-    _call("cublasLtMatmulPreferenceDestroy", _pointer(preference))
+    problem = (handle, description, *layouts, layouts[-1], preference)
+    _call("cublasLtMatmulAlgoGetHeuristic", *problem, CANDIDATES, found, ctypes.byref(count))
     return [x for x in found[: count.value] if x.state == 0]
 
 
@@ -191,10 +208,6 @@ def _algorithm(found: _Found) -> Algorithm:
         _call("cublasLtMatmulAlgoConfigGetAttribute", ctypes.byref(found), attribute, *place)
         values.append(value.value)
     return Algorithm(*values)
-
-
-def _pointer(address: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(address)
 
 
 def _size(x: Any) -> ctypes.c_size_t:

@@ -117,8 +117,9 @@ def _forward(
         wide = _wide(h)
         r = (wide.square().mean(-1) + eps).rsqrt()
         logits = x.new_empty(0) if narrow is None else (wide @ _wide(narrow).t() * r[:, None]).to(x.dtype)
-    other = x.new_empty(0) if second is None else product(h, second.t())
-    return x.new_empty(0) if update is None else h, r, logits, product(h, weight.t()), other
+    multiply = product if kernels else torch.mm
+    other = x.new_empty(0) if second is None else multiply(h, second.t())
+    return x.new_empty(0) if update is None else h, r, logits, multiply(h, weight.t()), other
 
 
 def _backward(
@@ -135,13 +136,17 @@ def _backward(
     kernels: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of h, `weight`, `second` and `narrow`, the last two empty where there is none."""
-    g, d_weight = _product_gradients(d_raw, h, weight)
+    multiply, add = (product, add_product) if kernels else (torch.mm, Tensor.addmm_)
+    if d_raw is None:
+        g, d_weight = torch.zeros_like(h, memory_format=torch.contiguous_format), torch.zeros_like(weight)
+    else:
+        g, d_weight = multiply(d_raw, weight), multiply(d_raw.t(), h)
     d_other, d_narrow = h.new_empty(0), h.new_empty(0)
     if second is not None and d_second is None:
         d_other = torch.zeros_like(second)
     elif second is not None and d_second is not None:
-        add_product(g, d_second, second)
-        d_other = product(d_second.t(), h)
+        add(g, d_second, second)
+        d_other = multiply(d_second.t(), h)
     if kernels:
         from efla_kernels.triton.norms import add_norm_gradient
 
@@ -151,12 +156,6 @@ def _backward(
     if narrow is not None:
         d_narrow = torch.zeros_like(narrow) if slopes is None else slopes.t() @ h
     return dx, d_weight, d_other, d_narrow
-
-
-def _product_gradients(d_raw: Tensor | None, h: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    if d_raw is None:
-        return torch.zeros_like(h, memory_format=torch.contiguous_format), torch.zeros_like(weight)
-    return product(d_raw, weight), product(d_raw.t(), h)
 
 
 def _gradient_of_sum(

@@ -28,7 +28,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype | None = None, out: Tensor 
     16-bit products may be had in fp32, the type of their sums, on a GPU.
     """
     dtype = a.dtype if dtype is None else dtype
-    plan = _plan(a, b, dtype)
+    plan = _plan(a, b, dtype, out)
     if plan is not None:
         out = a.new_empty(a.shape[0], b.shape[1], dtype=dtype) if out is None else out
         cublaslt.run(plan, a, b, out)
@@ -38,7 +38,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype | None = None, out: Tensor 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b, total contiguous, in the operands' type, or in fp32 on a GPU."""
-    plan = _plan(a, b, total.dtype)
+    plan = _plan(a, b, total.dtype, total)
     if plan is not None:
         cublaslt.run(plan, a, b, total, add=True)
     elif total.dtype == a.dtype:
@@ -49,12 +49,17 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += torch.mm(a, b, out_dtype=torch.float32)
 
 
-def _plan(a: Tensor, b: Tensor, dtype: torch.dtype) -> cublaslt.Plan | None:
-    """How cuBLASLt should do it; None: as torch does."""
-    if not a.is_cuda or a.dtype != torch.bfloat16 or not _measured(a.device.index):
+def _plan(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> cublaslt.Plan | None:
+    """How cuBLASLt should do it; None: as torch does, who says what is wrong with operands that do not fit."""
+    if not a.is_cuda or a.dtype != torch.bfloat16 or b.dtype != a.dtype or b.device != a.device:
+        return None
+    device = a.device.index
+    if not _measured(device) or device != torch.cuda.current_device():  # kernels run on the current device
         return None
     left, right = cublaslt.matrix(a), cublaslt.matrix(b)
-    return None if left is None or right is None else cublaslt.choose(left, right, dtype, a.device.index, preferred)
+    if left is None or right is None or (out is not None and cublaslt.matrix(out) is None):
+        return None
+    return cublaslt.choose(left, right, dtype, device, preferred)
 
 
 def preferred(left: Matrix, right: Matrix, offered: list[Algorithm]) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from efla_kernels import cublaslt, linear, products
+from efla_kernels import cublaslt, linear, linear_cross_entropy, products
 from efla_kernels.products import add_product, product
 from torch import Tensor
 
@@ -64,6 +64,37 @@ def test_an_algorithm_of_ours_runs(
     plan = products._plan(a, b, dtype)
     assert plan is not None and plan.algorithm == algorithm
     assert error(product(a, b, dtype), a.double() @ b.double()) < (3e-5 if dtype == torch.float32 else 2.5e-3)
+
+
+def test_operands_that_are_not_multiplied() -> None:
+    """Empty ones give zeros; of another type or place torch says so, and nothing is read as what it is not."""
+    x, weight = operand(4096, 1024, False), operand(1024, 1024, False)
+    assert product(x[:0], weight).shape == (0, 1024)
+    assert torch.equal(product(x[:, :0], weight[:0]), torch.zeros_like(x))
+    for bad in (weight.float(), weight.half(), weight.cpu()):
+        with pytest.raises(RuntimeError):
+            product(x, bad)
+    with pytest.raises(RuntimeError):
+        linear_cross_entropy(x, weight.float(), torch.zeros(4096, dtype=torch.int64, device="cuda"))
+
+
+def test_results_and_operands_off_the_alignment() -> None:
+    room = torch.empty(8192 * 1024 + 8, device="cuda", dtype=torch.bfloat16)
+    x, weight = operand(8192, 1024, False), operand(1024, 1024, False)
+    expected = x.double() @ weight.double()
+    for first in (0, 1, 8):
+        out = room[first : first + 8192 * 1024].view(8192, 1024)
+        assert error(product(x, weight, out=out), expected) < 2.5e-3
+        assert error(product(out.copy_(x), weight), expected) < 2.5e-3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_device_that_is_not_the_current_one() -> None:
+    x, weight = operand(8192, 1024, False).to("cuda:1"), operand(1024, 1024, False).to("cuda:1")
+    got = product(x, weight)
+    assert got.device == x.device and error(got, x.double() @ weight.double()) < 2.5e-3
+    with torch.cuda.device(1):
+        assert error(product(x, weight), x.double() @ weight.double()) < 2.5e-3
 
 
 def test_in_a_graph() -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from efla_kernels import linear, products
+from efla_kernels import cublaslt, linear, norm_linear, norms, products
 from efla_kernels.cublaslt import Algorithm, Matrix, matrix
 from efla_kernels.products import add_product, preferred, product
 
@@ -29,8 +35,93 @@ def test_how_a_matrix_lies_in_memory() -> None:
     assert matrix(base[:, :4]) == Matrix(6, 4, 8, False)
     assert matrix(base[:, ::2]) is None  # no row-major order either way
     assert matrix(base[:, 1:]) is None  # two bytes off
+    assert matrix(base[:0]) is None and matrix(base[:, :0]) is None  # nothing to multiply
+    assert matrix(base[:1].expand(6, 8)) is None and matrix(base[:1, :1].expand(6, 8)) is None
     both = [matrix(y) for y in (base, base.t())]
     assert [m.shape for m in both if m is not None] == [(6, 8), (8, 6)]
+
+
+class Library:
+    """A cuBLASLt that counts what it has made, offers two algorithms, and reports the error `status` when asked."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.alive, self.status = 0, status
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.alive += name.endswith("Create") - name.endswith("Destroy")
+            if name == "cublasLtMatmulAlgoGetHeuristic":
+                arguments[-1]._obj.value = 2
+                return self.status
+            if name == "cublasLtMatmulAlgoConfigGetAttribute":
+                ctypes.cast(arguments[2], ctypes.POINTER(ctypes.c_uint32))[0] = 7
+            return 0
+
+        return call
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    made = Library()
+    monkeypatch.setattr(cublaslt, "library", lambda: made)
+    monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
+    cublaslt.choose.cache_clear()
+    yield made
+    cublaslt.choose.cache_clear()
+
+
+def choose(rows: int, index: int | None) -> cublaslt.Plan | None:
+    left, right = of(rows, 8, 8)
+    return cublaslt.choose(left, right, torch.bfloat16, 0, lambda *_: index)
+
+
+def test_plans_of_many_lengths_are_let_go(library: Library) -> None:
+    plan = choose(1, 1)
+    assert plan is not None and plan.algorithm == Algorithm(7, 7, 7) and library.alive == 4
+    for rows in range(2, 2 * cublaslt.PLANS):
+        choose(rows, 1)
+    gc.collect()
+    assert library.alive == 4 * (cublaslt.PLANS + 1)  # `plan` is still held here
+    cublaslt.choose.cache_clear()
+    assert choose(1, None) is None and library.alive == 4
+
+
+def test_an_error_leaves_the_product_to_torch(library: Library) -> None:
+    library.status = 15
+    with pytest.warns(UserWarning, match=r"expected status 0, got 15 .*rows=3,.* torch's own"):
+        assert choose(3, 0) is None
+    gc.collect()
+    assert library.alive == 0
+
+
+def on_gpu(device: int = 0, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> Any:
+    """What `_plan` asks of a tensor on a GPU."""
+    x = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda", device), shape=(8, 8))
+    x.numel, x.stride, x.data_ptr, x.t = lambda: 64, (8, 1).__getitem__, lambda: 4096 + offset, lambda: x
+    return x
+
+
+def test_what_does_not_fit_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read as bf16 on the current device, numbers of another type or place would be garbage, or a fault."""
+    monkeypatch.setattr(products, "_measured", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cublaslt, "choose", lambda *_: "plan")
+    good, dtype = on_gpu(), torch.bfloat16
+    assert products._plan(good, good, dtype) == products._plan(good, good, torch.float32, on_gpu()) == "plan"
+    for bad in (on_gpu(dtype=torch.float32), on_gpu(device=1), on_gpu(offset=128)):
+        assert products._plan(good, bad, dtype) is None and products._plan(bad, good, dtype) is None
+    assert products._plan(good, torch.zeros(8, 8, dtype=dtype), dtype) is None  # of the CPU
+    assert products._plan(on_gpu(device=1), on_gpu(device=1), dtype) is None
+    assert products._plan(good, good, dtype, on_gpu(offset=128)) is None
+
+
+def test_backend_torch_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("product", "add_product"):
+        monkeypatch.setattr(norms, name, lambda *_: pytest.fail("a product of ours"))
+    x = torch.randn(3, 8, requires_grad=True)
+    weights = [torch.randn(4, 8, requires_grad=True), torch.randn(2, 8, requires_grad=True)]
+    _, raws, _, _ = norm_linear(x, x, weights, eps=1e-6, backend="torch")
+    torch.autograd.grad(raws[0].sum() + raws[1].sum(), [x, *weights])
 
 
 def of(M: int, K: int, N: int, transposed: bool = False) -> tuple[Matrix, Matrix]:
