@@ -142,6 +142,7 @@ def turn(lock: str, alone: bool) -> Iterator[float]:
         if lock:
             file = stack.enter_context(open(lock, "w", encoding="utf-8"))
             fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # closing leaves it to processes forked meanwhile
         yield time.time() - begin
 
 

@@ -46,7 +46,7 @@ class ThroughputSettings:
     at_once: int = key(
         1, "points that start up side by side on one GPU; behind its first update each has the GPU to itself"
     )
-    limit_s: int = key(240, "seconds after which a point is given up")
+    limit_s: int = key(240, "seconds after which a point is given up, waiting for its turn (at_once) included")
     budget_s: int | None = key(None, "seconds after which no further point is started; null: all run")
     redo: bool = key(True, "measure again what `out` holds already")
     device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,13 +100,16 @@ def run_all(settings: ThroughputSettings, held: Mapping[tuple[Any, ...], Row]) -
             found = run(plan, settings, data_dir, place, left, started)
             return plan.row() | {"caches": settings.caches, "at_once": settings.at_once} | found
 
-        waiting = [pool.submit(point, number, plan) for number, plan in enumerate(todo)]
+        waiting: list[Future[Row | None]] = []
         try:
+            waiting.extend(pool.submit(point, number, plan) for number, plan in enumerate(todo))
             yield from (row for future in as_completed(waiting) if (row := future.result()) is not None)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(started):
-                end(process)
+            while not all(future.done() for future in waiting):  # one may be about to start its process
+                for process in list(started):
+                    end(process)
+                time.sleep(0.05)
 
 
 def run(

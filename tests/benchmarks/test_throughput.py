@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +93,52 @@ def test_one_point_at_a_time_is_timed(tmp_path: Path) -> None:
         assert 0.2 < seen.pop() < 5
     with turn(lock, False), turn(lock, False) as waited:
         assert waited < 0.2
+
+
+def test_a_turn_ends_though_a_process_was_forked_in_it(tmp_path: Path) -> None:
+    """A child has the file open too: compilers and loaders of data may fork workers in a first update."""
+    lock = str(tmp_path / "turn")
+    with turn(lock, False):
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+    try:
+        waited: list[float] = []
+        thread = threading.Thread(target=lambda: waited.extend(_waited(lock)), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert waited and waited[0] < 5
+    finally:
+        child.kill()
+        child.join()
+
+
+def _waited(lock: str) -> Iterator[float]:
+    with turn(lock, True) as seconds:
+        yield seconds
+
+
+def test_stopped_while_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left behind, nobody waits for it, and what was to come does not come."""
+    started: list[subprocess.Popen[bytes]] = []
+    begun = threading.Semaphore(0)
+
+    class Slow(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, command: list[str], **options: Any) -> None:
+            begun.release()
+            time.sleep(0.5 if started else 0.0)
+            super().__init__(["sleep", "60"] if started else ["false"], **options)
+            started.append(self)
+
+    monkeypatch.setattr(train_speed.subprocess, "Popen", Slow)
+    settings = compose("throughput", [*TINY, "models=[efla,deltanet,mamba2,transformer]"], ThroughputSettings)
+    begin = time.monotonic()
+    found = train_speed.run_all(settings, {})
+    assert "skipped" in next(found)
+    begun.acquire()
+    begun.acquire()  # the second is on its way
+    found.close()
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
+    assert time.monotonic() - begin < 30
 
 
 def test_without_a_gpu_nothing_is_started_unasked(
