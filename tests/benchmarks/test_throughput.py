@@ -122,7 +122,7 @@ def test_stopped_while_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None
     started: list[subprocess.Popen[bytes]] = []
     begun = threading.Semaphore(0)
 
-    class Slow(subprocess.Popen):  # type: ignore[type-arg]
+    class Slow(subprocess.Popen[bytes]):
         def __init__(self, command: list[str], **options: Any) -> None:
             begun.release()
             time.sleep(0.5 if started else 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from efla_kernels.triton import choices
 from efla_kernels.triton.choices import MODES, Problem, choose
 
 
@@ -41,3 +42,17 @@ def test_who_has_one_kernel_for_both_gradients(mode: str, dtype: torch.dtype, wi
     fits = widths == (128, 128) and dtype == torch.bfloat16
     assert problem.one_gradient == (fits and mode in ("deltanet", "efla", "gated_efla"))
     assert problem.keeps_adjoint == (not problem.one_gradient or decays)
+
+
+@pytest.mark.parametrize(("capability", "one"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), False)])
+def test_one_kernel_needs_hoppers_products(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], one: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(choices, "has_wide_products", choices.has_wide_products.__wrapped__)
+    problem = Problem(
+        batch=1, tokens=64, heads=1, key_width=128, value_width=128, sequences=1, dtype=torch.bfloat16,
+        mode=MODES["efla"], decays=False, packed=False, scale=1.0, segments=1,
+    )  # fmt: skip
+    assert problem.one_gradient == one and problem.keeps_adjoint != one

@@ -7,7 +7,7 @@ step is quick and runs repeat.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,14 @@ def choose(K: int, V: int, dtype: torch.dtype, decays: bool) -> Choice:
     )
 
 
+@cache
+def has_wide_products() -> bool:
+    """Whether four warps multiply together, from shared memory, as Hopper's do. Elsewhere a kernel with all of V at
+    once has no registers for what it multiplies: on an A100 it would spill 2 to 10 KB of every thread, two kernels 32
+    bytes. True where there is no GPU (the interpreter)."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9
+
+
 @dataclass(frozen=True)
 class Problem:
     """Shapes and options that all launches of one call share, and what follows from them, computed once."""
@@ -112,7 +120,7 @@ class Problem:
     @property
     def one_gradient(self) -> bool:
         """Whether one kernel has q's and k's gradients: `gradient_kernel`, with a decay `gradient_gated_kernel`."""
-        return self.choice.gradient is not None and self.mode in ONE_GRADIENT
+        return self.choice.gradient is not None and self.mode in ONE_GRADIENT and has_wide_products()
 
     @property
     def keeps_adjoint(self) -> bool:
