@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from efla_kernels import cublaslt, linear, norm_linear, norms, products
 from efla_kernels.cublaslt import Algorithm, Matrix, matrix
+from efla_kernels.linear import _backward_op, _op
 from efla_kernels.products import add_product, preferred, product
 
 
@@ -176,6 +177,20 @@ def test_linear_and_its_gradients(monkeypatch: pytest.MonkeyPatch, backend: str,
         results.append((y, *torch.autograd.grad(y, [z for z in (x, weight) if z.requires_grad], dy)))
     for got, expected in zip(*results, strict=True):
         assert got.shape == expected.shape and torch.allclose(got, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_the_ops_of_linear_are_well_formed(rows: int, wanted: tuple[bool, bool]) -> None:
+    """Also of a gradient that lies expanded or transposed; empty is what nobody asks for."""
+    x, weight = torch.randn(rows, 8), torch.randn(3, 8)
+    leaves = [z.clone().requires_grad_(want) for z, want in zip((x, weight), wanted, strict=True)]
+    torch.library.opcheck(_op, tuple(leaves))
+    for dy in (torch.randn(rows, 3), torch.randn(3, rows).t(), torch.ones(()).expand(rows, 3)):
+        torch.library.opcheck(_backward_op, (dy, x, weight, *wanted), test_utils=("test_schema", "test_faketensor"))
+        got = _backward_op(dy, x, weight, *wanted)
+        for z, expected, want in zip(got, (dy @ weight, dy.t() @ x), wanted, strict=True):
+            assert torch.allclose(z, expected) if want else z.numel() == 0
 
 
 def test_linear_under_autocast_is_that_of_torch() -> None:
