@@ -114,6 +114,8 @@ def test_what_does_not_fit_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> 
     assert products._plan(good, torch.zeros(8, 8, dtype=dtype), dtype) is None  # of the CPU
     assert products._plan(on_gpu(device=1), on_gpu(device=1), dtype) is None
     assert products._plan(good, good, dtype, on_gpu(offset=128)) is None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # whose graphs hold torch's products
+    assert products._plan(good, good, dtype) is None
 
 
 def test_backend_torch_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
