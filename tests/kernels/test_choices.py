@@ -44,10 +44,15 @@ def test_who_has_one_kernel_for_both_gradients(mode: str, dtype: torch.dtype, wi
     assert problem.keeps_adjoint == (not problem.one_gradient or decays)
 
 
-@pytest.mark.parametrize(("capability", "one"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), False)])
+@pytest.mark.parametrize(
+    ("cuda", "capability", "one"),
+    [("12.8", (8, 0), False), ("12.8", (8, 9), False), ("12.8", (9, 0), True), ("13.0", (10, 0), False),
+     (None, (9, 4), False)],
+)  # fmt: skip
 def test_one_kernel_needs_hoppers_products(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], one: bool
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, capability: tuple[int, int], one: bool
 ) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(choices, "has_wide_products", choices.has_wide_products.__wrapped__)

@@ -91,8 +91,10 @@ def choose(K: int, V: int, dtype: torch.dtype, decays: bool) -> Choice:
 def has_wide_products() -> bool:
     """Whether four warps multiply together, from shared memory, as Hopper's do. Elsewhere a kernel with all of V at
     once has no registers for what it multiplies: on an A100 it would spill 2 to 10 KB of every thread, two kernels 32
-    bytes. True where there is no GPU (the interpreter)."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9
+    bytes. True where there is no GPU (the interpreter); not on AMD's, which number theirs alike."""
+    if not torch.cuda.is_available():
+        return True
+    return torch.version.cuda is not None and torch.cuda.get_device_capability()[0] == 9
 
 
 @dataclass(frozen=True)
