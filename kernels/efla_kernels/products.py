@@ -17,7 +17,7 @@ from efla_kernels.cublaslt import Algorithm, Matrix
 MULTIPROCESSORS = 132
 # as cuBLASLt sees them, tiles are columns x rows; the numbers of variants have no names (see `Algorithm`)
 TILES_176_128, TILES_128_160, TILES_128_128 = Algorithm(201, 2, 1), Algorithm(29, 1, 1), Algorithm(20, 3, 1)
-THIRDS_256_128 = Algorithm(24, 7, 3)
+THIRDS_256_128 = Algorithm(24, 7, 3)  # each part in fp32, and so their sum: 12 bytes of workspace an element
 MANY_ROWS, WIDE = 4096, 4096
 SHORT_SUM, SHORT_SUM_OF_WEIGHTS, LONG_SUM = 3072, 4096, 32768
 
