@@ -104,9 +104,11 @@ def ratio_lines(rows: list[Row]) -> list[str]:
             theirs = "".join(f" [{option}]" for option in other["options"])
             parts.append(
                 f"{speed:.2f}x fla's DeltaNet{theirs} with {memory:.2f} of its memory and {start:.2f} of its start-up"
+                f"{apart(row, other)}"
             )
         if (ours := efla.get(shape(row))) is not None and row is not ours:
-            parts.append(f"{row['tokens_per_second'] / ours['tokens_per_second']:.3f} of EFLA's speed")
+            share = row["tokens_per_second"] / ours["tokens_per_second"]
+            parts.append(f"{share:.3f} of EFLA's speed{apart(row, ours)}")
         one = [r for r in rows if (r["gpus"], point(r)) == (1, point(row))]
         if row["gpus"] > 1 and one:
             each = row["tokens_per_second"] / row["gpus"] / one[0]["tokens_per_second"]
@@ -115,10 +117,19 @@ def ratio_lines(rows: list[Row]) -> list[str]:
                 f", of {where['span']:.1f} ms traced {where['exposed communication']:.1f} communication alone and "
                 f"{where['idle']:.1f} nothing"
             )
-            parts.append(f"{each:.3f} of one GPU's speed each, {row['peak_gib']:.1f} GiB each{traced or ''}")
+            parts.append(
+                f"{each:.3f} of one GPU's speed each{apart(row, one[0])}, {row['peak_gib']:.1f} GiB each{traced or ''}"
+            )
         if parts:
             lines.append(f"- {name(row)} {shape(row)}: {'; '.join(parts)}")
     return lines
+
+
+def apart(row: Row, other: Row) -> str:
+    """A remark where two rows were not measured at one commit: then not on one GPU either, nor with the same code."""
+    if row.get("commit") == other.get("commit"):
+        return ""
+    return f" (apart: {row.get('commit')}, {other.get('commit')})"
 
 
 def point(row: Row) -> tuple[Any, ...]:

@@ -2,8 +2,8 @@
 
 Every point runs in processes of its own (`train_point`) with a time limit, so that its start-up time is that of a
 launch, and one that fails or runs out of memory leaves the others alone. A row has the columns of `train_point.measure`
-and `model, size, impl, batch, tokens, gpus, parallel, options, caches, at_once, commit`; a point that gave no figures
-has `skipped`, the reason, instead.
+and `model, size, impl, batch, tokens, gpus, parallel, options, caches, at_once, windows, updates, commit`; one without
+figures has `skipped`, the reason, instead.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from efla_lm.benchmarks.checks import pairs
 from efla_lm.benchmarks.train_settings import PEERS, ThroughputSettings
 
 Row = dict[str, Any]
+ASKED = ("caches", "at_once", "windows", "updates")  # of the settings, in every row
 KEY = ("model", "size", "impl", "batch", "tokens", "gpus", "parallel", "options")
 
 
@@ -98,7 +99,7 @@ def run_all(settings: ThroughputSettings, held: Mapping[tuple[Any, ...], Row]) -
             place = folder / f"point-{number}"
             place.mkdir()
             found = run(plan, settings, data_dir, place, left, started)
-            return plan.row() | {"caches": settings.caches, "at_once": settings.at_once} | found
+            return plan.row() | {name: getattr(settings, name) for name in ASKED} | found
 
         waiting: list[Future[Row | None]] = []
         try:

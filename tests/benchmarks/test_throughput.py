@@ -69,7 +69,7 @@ def test_points_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert run(f"out={out}", "models=[efla,deltanet,mamba2]", "at_once=2") == 0
     found = rows(out)
     assert sorted(row["model"] for row in found) == ["deltanet", "efla", "mamba2"]
-    assert all(row["tokens_per_second"] > 0 and row["at_once"] == 2 for row in found)
+    assert all(row["tokens_per_second"] > 0 and row["at_once"] == row["windows"] == 2 for row in found)
     capsys.readouterr()
     assert run(f"out={out}", "at_once=2", "gpus=2") == 1
     assert "points of several GPUs run one after the other" in capsys.readouterr().err
@@ -247,6 +247,10 @@ def test_report(tmp_path: Path) -> None:
     assert "2.00x fla's DeltaNet [peer_waits=false] with 0.50" in text
     assert "0.900 of EFLA's speed" in text
     assert "- 340m Transformer (fla) 8x2048: ImportError: flash-attn" in text
+    assert "apart" not in text
+    result = made_up()
+    result["rows"][0]["commit"] = "abc1234"
+    assert "1.00 of its start-up (apart: abc1234, None)" in train_report.markdown(result)
     train_report.plot(made_up(), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 0
 
