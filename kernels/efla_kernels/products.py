@@ -22,15 +22,13 @@ MANY_ROWS, WIDE = 4096, 4096
 SHORT_SUM, SHORT_SUM_OF_WEIGHTS, LONG_SUM = 3072, 4096, 32768
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-    """a b of [M, K] and [K, N] in `dtype` (theirs unless given); out: where to, contiguous and of that dtype.
-
-    16-bit products may be had in fp32, the type of their sums, on a GPU.
-    """
-    dtype = a.dtype if dtype is None else dtype
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a b of [M, K] and [K, N], in `out` where it is given: in the operands' type, or on a GPU in fp32, the type of
+    16-bit products' sums."""
+    dtype = a.dtype if out is None else out.dtype
     plan = _plan(a, b, dtype, out)
     if plan is not None:
-        out = a.new_empty(a.shape[0], b.shape[1], dtype=dtype) if out is None else out
+        out = a.new_empty(a.shape[0], b.shape[1]) if out is None else out
         cublaslt.run(plan, a, b, out)
         return out
     return torch.mm(a, b, out=out) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype, out=out)
@@ -59,7 +57,10 @@ def _plan(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -
     if not _measured(device) or device != torch.cuda.current_device():  # kernels run on the current device
         return None
     left, right = cublaslt.matrix(a), cublaslt.matrix(b)
-    if left is None or right is None or (out is not None and cublaslt.matrix(out) is None):
+    if left is None or right is None:
+        return None
+    result = Matrix(left.shape[0], right.shape[1], right.shape[1], transposed=False)
+    if out is not None and cublaslt.matrix(out) != result:
         return None
     return cublaslt.choose(left, right, dtype, device, preferred)
 

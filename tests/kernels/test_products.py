@@ -114,6 +114,10 @@ def test_what_does_not_fit_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> 
     assert products._plan(good, torch.zeros(8, 8, dtype=dtype), dtype) is None  # of the CPU
     assert products._plan(on_gpu(device=1), on_gpu(device=1), dtype) is None
     assert products._plan(good, good, dtype, on_gpu(offset=128)) is None
+    for shape, strides in (((8, 8), (16, 1)), ((8, 8), (1, 8)), ((4, 8), (8, 1)), ((8, 16), (16, 1))):
+        out = torch.empty(1024, dtype=dtype)[-128:].as_strided(shape, strides)
+        out = SimpleNamespace(shape=shape, numel=out.numel, stride=out.stride, t=out.t, data_ptr=lambda: 4096)
+        assert products._plan(good, good, dtype, out) is None  # it would be written as if it were [8, 8], row by row
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # whose graphs hold torch's products
     assert products._plan(good, good, dtype) is None
 

@@ -187,7 +187,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, N, max(most, 1)):
             h, t = hidden[start : start + most], targets[start : start + most]
             R = h.shape[0]
-            product(h, weight.t(), torch.float32, out=buffer[:R])
+            product(h, weight.t(), out=buffer[:R])
             cross_entropy_kernel[(R,)](buffer, rows, t, losses[start:], V, rows.stride(0), GRADIENT=wanted, **shape)
             if d_hidden is not None and d_weight is not None:
                 gradient = rows[:R, :V]
