@@ -9,9 +9,10 @@ from __future__ import annotations
 import efla_kernels
 import torch
 import torch.nn.functional as F
+from efla_kernels import Stream
 from torch import Tensor, nn
 
-from efla_lm.models.norms import Linear, Maps, Projected, is_bare
+from efla_lm.models.norms import Linear, Maps, Projected, is_bare, plus
 from efla_lm.models.sequence import SequenceInfo
 
 
@@ -29,13 +30,15 @@ class SwiGLU(nn.Module):
         return Maps([self.gate_up_proj])
 
     def forward(self, projected: Projected) -> Tensor:
-        """What `maps` gave -> [..., hidden_size]."""
-        (gate_up,) = projected.wide
-        if is_bare(self.down_proj, gate_up):
-            weight = self.down_proj.weight.to(gate_up.dtype)
-            return efla_kernels.swiglu_linear(gate_up, weight, row_scale=projected.scale, backend=self.backend)
-        gate, up = projected.scaled(gate_up).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        """What `maps` gave -> the stream with the result added, [..., hidden_size]."""
+        (gate_up,), stream = projected.wide, projected.stream
+        if not is_bare(self.down_proj, gate_up):
+            gate, up = projected.scaled(gate_up).chunk(2, dim=-1)
+            return plus(stream, self.down_proj(F.silu(gate) * up))
+        weight, scale = self.down_proj.weight.to(gate_up.dtype), projected.scale
+        if isinstance(stream, Stream):
+            return efla_kernels.swiglu_linear(gate_up, weight, row_scale=scale, onto=stream, backend=self.backend)
+        return stream + efla_kernels.swiglu_linear(gate_up, weight, row_scale=scale, backend=self.backend)
 
 
 class ShortConvolution(nn.Module):

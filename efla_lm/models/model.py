@@ -26,7 +26,7 @@ from efla_lm.models.generation import RecurrentGeneration
 from efla_lm.models.init import initial_value
 from efla_lm.models.layers import SwiGLU
 from efla_lm.models.mixers import build_mixer
-from efla_lm.models.norms import Linear, RMSNorm, project_normed, summed
+from efla_lm.models.norms import Linear, RMSNorm, project_normed
 from efla_lm.models.sequence import SequenceInfo, describe, is_left_padded
 
 logger = logging.get_logger(__name__)
@@ -44,21 +44,14 @@ class EflaBlock(GradientCheckpointingLayer):
             self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.backend)
 
-    def forward(
-        self, hidden: Tensor, update: Tensor | None, info: SequenceInfo, layer: LayerState | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """x = hidden + update -> the block's result as (hidden, update) again: what comes next reads both anyway."""
-        cached, untouched = layer is not None, update is None
-        maps = self.mixer.maps()  # type: ignore[operator]
-        hidden, projected = project_normed(self.mixer_norm, maps, hidden, update, cached)
-        update = self.mixer(projected, info, layer)
-        if self.mlp is not None:
-            hidden, projected = project_normed(self.mlp_norm, self.mlp.maps(), hidden, update, cached)
-            update = self.mlp(projected)
-        elif untouched and torch.is_grad_enabled():
-            # the input itself goes on, which FSDP has made a view of: it warns of views among results
-            hidden = torch.ops.aten._unsafe_view(hidden, hidden.shape)
-        return hidden, update
+    def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
+        """[B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
+        cached = layer is not None
+        projected = project_normed(self.mixer_norm, self.mixer.maps(), hidden, cached)  # type: ignore[operator]
+        hidden = self.mixer(projected, info, layer)
+        if self.mlp is None:
+            return hidden
+        return self.mlp(project_normed(self.mlp_norm, self.mlp.maps(), hidden, cached))
 
 
 @dataclass
@@ -149,21 +142,14 @@ class EflaModel(EflaPreTrainedModel):
         if self.config.mixer == "attention":
             info = info.for_attention(self.config.head_dim, self.config.rope_theta)
         collected = [hidden]
-        # Sums are left to later norms in training, unless a block's inputs are kept: then one is less than two.
-        leaves_sums = torch.is_grad_enabled() and not self.gradient_checkpointing
-        # What the last block leaves to be added to `hidden`. The first block gets zeros that look as if they came from
-        # one, so that it is compiled as the others are.
-        update: Tensor | None = torch.zeros_like(hidden, requires_grad=True) if leaves_sums else None
         for index, block in enumerate(self.layers):
-            if not leaves_sums:
-                hidden, update = summed(hidden, update), None
-            hidden, update = block(hidden, update, info, None if cache is None else cache.layers[index])
+            hidden = block(hidden, info, None if cache is None else cache.layers[index])
             if output_hidden_states:
-                collected.append(summed(hidden, update))
+                collected.append(hidden)
         if cache is not None:
             cache.advance(length, info.mask)
         output = EflaOutput(
-            last_hidden_state=self.norm(summed(hidden, update)),
+            last_hidden_state=self.norm(hidden),
             cache=cache,
             hidden_states=tuple(collected) if output_hidden_states else None,
         )

@@ -1,9 +1,10 @@
 """Norms, and the linear maps that read their results.
 
 Where gradients are wanted a norm is not a pass of its own. Its weight goes into the maps behind it, W diag(weight), and
-its factors, one for each row, are left to whoever reads what the maps give (`efla_kernels.norm_linear`). Everywhere
-else a norm is a norm and a map is a map. `project_normed` and `project_back` are the two places that know the
-difference: in front of a mixer or an MLP, and at its end.
+its factors, one for each row, are left to whoever reads what the maps give (`efla_kernels.norm_linear`). Nor is the sum
+at the end of a mixer or an MLP: the last product is added to the stream as it is written. Everywhere else a norm is a
+norm, a map is a map and a sum a sum. `project_normed` in front of a mixer or an MLP, and `project_back` and `added` at
+its end, are the places that know the difference.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import efla_kernels
 import torch
 import torch.nn.functional as F
+from efla_kernels import Stream
 from torch import Tensor, nn
 
 from efla_lm.models.sequence import SequenceInfo
@@ -87,14 +89,16 @@ class Maps(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """What `Maps` gave.
+    """What `Maps` gave, and the stream that they read.
 
     Attributes:
+        stream: h [B, T, D], to which the result of what follows is added (`added`).
         wide: [B, T, O] of each wide map, whose rows `scale` is still to be multiplied by.
         narrow: [B, T, G] of each narrow map, complete.
         scale: fp32 [B, T], a constant to autograd; None: 1.
     """
 
+    stream: Tensor | Stream
     wide: tuple[Tensor, ...]
     narrow: tuple[Tensor, ...] = ()
     scale: Tensor | None = None
@@ -108,8 +112,8 @@ class Projected(NamedTuple):
         hide = info.hide_padding
         narrow = tuple(hide(x) for x in self.narrow)
         if self.scale is None:
-            return Projected(tuple(hide(x) for x in self.wide), narrow)
-        return Projected(self.wide, narrow, hide(self.scale))
+            return Projected(self.stream, tuple(hide(x) for x in self.wide), narrow)
+        return Projected(self.stream, self.wide, narrow, hide(self.scale))
 
 
 def at_hand(weight: Tensor, x: Tensor) -> bool:
@@ -130,38 +134,46 @@ def is_bare(module: nn.Module, x: Tensor) -> bool:
     return at_hand(module.weight, x)  # type: ignore[arg-type]
 
 
-def summed(hidden: Tensor, update: Tensor | None) -> Tensor:
-    """hidden + update, where there is one."""
-    return hidden if update is None else hidden + update
+def plus(stream: Tensor | Stream, update: Tensor) -> Tensor:
+    """stream + update."""
+    return stream.plus(update) if isinstance(stream, Stream) else stream + update
 
 
-def project_normed(
-    norm: RMSNorm, maps: Maps, hidden: Tensor, update: Tensor | None, cached: bool = False
-) -> tuple[Tensor, Projected]:
-    """(h, `maps` of norm(h)), h = hidden + update [B, T, D]. cached: states will outlive the pass, so that what they
-    are made of must be complete."""
+def added(stream: Tensor | Stream, linear: nn.Module, x: Tensor, backend: str = "auto") -> Tensor:
+    """stream + `linear` of x."""
+    if isinstance(stream, Stream) and is_bare(linear, x):
+        return efla_kernels.linear(x, linear.weight.to(x.dtype), onto=stream, backend=backend)  # type: ignore[operator]
+    return plus(stream, linear(x))
+
+
+def project_normed(norm: RMSNorm, maps: Maps, hidden: Tensor, cached: bool = False) -> Projected:
+    """`maps` of norm(hidden) [B, T, D]. cached: states will outlive the pass, so that what they are made of must be
+    complete."""
     linears = [*maps.wide, *maps.narrow]
     plain = cached or hidden.dtype not in FUSED_DTYPES or torch.is_autocast_enabled(hidden.device.type)
     if plain or not _folds(norm, linears, hidden):
-        h = summed(hidden, update)
-        normed = norm(h)
-        return h, Projected(tuple(f(normed) for f in maps.wide), tuple(f(normed) for f in maps.narrow))
+        normed = norm(hidden)
+        return Projected(hidden, tuple(f(normed) for f in maps.wide), tuple(f(normed) for f in maps.narrow))
     wide = [_folded(norm, f, hidden.dtype) for f in maps.wide]
     narrow = [_folded(norm, f, hidden.dtype) for f in maps.narrow]
     joined = torch.cat(narrow) if len(narrow) > 1 else next(iter(narrow), None)
-    h, raws, scale, logits = efla_kernels.norm_linear(hidden, update, wide, joined, eps=norm.eps, backend=norm.backend)
+    stream, raws, scale, logits = efla_kernels.norm_linear(hidden, wide, joined, eps=norm.eps, backend=norm.backend)
     if logits is None:
-        return h, Projected(raws, (), scale)
+        return Projected(stream, raws, (), scale)
     parts = logits.split([weight.shape[0] for weight in narrow], -1) if len(narrow) > 1 else (logits,)
-    return h, Projected(raws, tuple(parts), scale)
+    return Projected(stream, raws, tuple(parts), scale)
 
 
-def project_back(norm: RMSNorm | GatedRMSNorm, linear: nn.Module, x: Tensor, *gate: Tensor) -> Tensor:
-    """`linear` of norm(x, *gate), heads side by side: [B, T, H, V] -> [B, T, D]."""
+def project_back(
+    stream: Tensor | Stream, norm: RMSNorm | GatedRMSNorm, linear: nn.Module, x: Tensor, *gate: Tensor
+) -> Tensor:
+    """stream [B, T, D] + `linear` of norm(x, *gate), heads side by side: x [B, T, H, V]."""
     if not _folds(norm, [linear], x):
-        return linear(norm(x, *gate).flatten(2))
-    y = norm.unweighted(x, *gate).flatten(2)
-    return efla_kernels.linear(y, _folded(norm, linear, y.dtype), backend=norm.backend)
+        return plus(stream, linear(norm(x, *gate).flatten(2)))
+    y, weight = norm.unweighted(x, *gate).flatten(2), _folded(norm, linear, x.dtype)
+    if isinstance(stream, Stream):
+        return efla_kernels.linear(y, weight, onto=stream, backend=norm.backend)
+    return stream + efla_kernels.linear(y, weight, backend=norm.backend)
 
 
 def _folds(norm: RMSNorm | GatedRMSNorm, linears: Sequence[nn.Module], x: Tensor) -> bool:

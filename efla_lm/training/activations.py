@@ -5,7 +5,7 @@
                 behind it; convolution, gates and casts of weights (and SwiGLU's activation where PyTorch has it) are
                 computed again, most of them inside the backward pass's own kernels
     products    the stream and the results of matrix products alone: the mixer's op is computed again too
-    full        the block's input alone, summed; the block is computed again, products included
+    full        the block's input alone; the block is computed again, products included
 
 `efla_lm.training.cost` counts what that is. Nothing in a block draws random numbers, so no generator's state is kept.
 """
@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from efla_lm.models.norms import summed
-
-Forward = Callable[..., tuple[Tensor, Tensor]]  # (hidden, update, ...) -> (hidden, update), see `EflaBlock`
+Forward = Callable[..., Tensor]  # (hidden, ...) -> hidden, see `EflaBlock`
 KINDS = ("none", "selective", "products", "full")
 
 aten = torch.ops.aten
@@ -81,16 +79,10 @@ def keeping(forward: Forward, kind: str) -> Forward:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, POLICIES[kind])
 
     @functools.wraps(forward)
-    def kept(hidden: Tensor, update: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+    def kept(hidden: Tensor, *others: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return forward(hidden, update, *others)
-        if kind == "full" and update is not None:  # one input is kept instead of two
-            return checkpoint(from_sum, summed(hidden, update), *others, **options)
-        return checkpoint(forward, hidden, update, *others, **options)
-
-    def from_sum(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        # with an update to add, of whatever numbers, the stream's gradients meet where they do without checkpointing
-        return forward(hidden, torch.zeros_like(hidden), *others)
+            return forward(hidden, *others)
+        return checkpoint(forward, hidden, *others, **options)
 
     return kept
 

@@ -24,6 +24,7 @@ from efla_kernels.loss import linear_cross_entropy
 from efla_kernels.mamba import fuses_mamba2_step, mamba2, mamba2_step, ssd
 from efla_kernels.norms import norm_linear, unit_rms_norm
 from efla_kernels.ops import delta_rule, deltanet, efla, gated_deltanet, gated_efla, model_coefficients
+from efla_kernels.stream import Stream
 
 register_backend("torch", SimpleNamespace(delta_rule=_chunked.delta_rule, ssd=_chunked.ssd))
 register_backend("reference", SimpleNamespace(delta_rule=_reference.delta_rule, ssd=_reference.ssd))
@@ -37,6 +38,7 @@ if find_spec("triton") is not None:  # Linux only
         register_backend(_name, _interpreter.upcasting_backend(_backend) if _triton.interpreted() else _backend)
 
 __all__ = [
+    "Stream",
     "available_backends",
     "beta_gate",
     "convolution_state",

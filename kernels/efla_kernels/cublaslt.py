@@ -146,14 +146,15 @@ def _chosen(left: Matrix, right: Matrix, out: torch.dtype, device: int, choice: 
     return Plan(_handle(device), description, first, second, result, _Found.from_buffer_copy(found[index]))
 
 
-def run(plan: Plan, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
-    """out = a b, or out += a b, on the current stream. Raises RuntimeError where cuBLASLt reports an error."""
+def run(plan: Plan, a: Tensor, b: Tensor, out: Tensor, onto: Tensor | None = None) -> None:
+    """out = a b, or a b + onto, which lies as out does and may be out, on the current stream. Raises RuntimeError where
+    cuBLASLt reports an error."""
     size = plan.found.workspace
     workspace = torch.empty(size, dtype=torch.uint8, device=a.device) if size else None
     status = _matmul()(
         plan.handle, plan.description,
         ONE, b.data_ptr(), plan.first, a.data_ptr(), plan.second,
-        ONE if add else ZERO, out.data_ptr(), plan.out, out.data_ptr(), plan.out,
+        ZERO if onto is None else ONE, (out if onto is None else onto).data_ptr(), plan.out, out.data_ptr(), plan.out,
         ctypes.byref(plan.found), None if workspace is None else workspace.data_ptr(), size,
         torch.cuda.current_stream(a.device).cuda_stream,
     )  # fmt: skip

@@ -10,12 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efla_kernels.backends import layer_backend
-from efla_kernels.products import product
+from efla_kernels.products import product, product_onto
+from efla_kernels.stream import Stream
 from efla_kernels.triton.eager import differentiable, traced
 
 
-def linear(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
-    """y = x W^T of x [..., I] and W [O, I]; returns [..., O]. dx = dy W, dW = dy^T x.
+def linear(x: Tensor, weight: Tensor, *, onto: Stream | None = None, backend: str = "auto") -> Tensor:
+    """y = x W^T, or h + x W^T for h = onto, of x [..., I] and W [O, I]; returns [..., O].
+
+    dx = dy W, dW = dy^T x, dh = dy.
 
     torch.nn.functional.linear, and nothing else under autocast or where `layer_backend` does not choose the kernels.
     Raises ValueError for dtypes that differ or for shapes that do not fit.
@@ -25,15 +28,18 @@ def linear(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
             f"weight: expected {x.dtype} [O, I] for x [..., I] of {list(x.shape)}, got {weight.dtype} "
             f"{list(weight.shape)}"
         )
+    if onto is not None:
+        onto.check(x, weight.shape[0])
     if layer_backend(backend, x) == "torch" or torch.is_autocast_enabled(x.device.type):
-        return F.linear(x, weight)
-    y = _linear(x.reshape(-1, x.shape[-1]), weight)
+        y = F.linear(x, weight)
+        return y if onto is None else onto.plus(y)
+    y = _linear(x.reshape(-1, x.shape[-1]), weight, *((None, None) if onto is None else onto.rows()))
     return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])  # see `norm_linear`
 
 
-def _forward(x: Tensor, weight: Tensor) -> Tensor:
-    """x [N, I], weight [O, I] -> [N, O]."""
-    return product(x, weight.t())
+def _forward(x: Tensor, weight: Tensor, h: Tensor | None, link: Tensor | None) -> Tensor:
+    """x [N, I], weight [O, I], h and what takes its gradient [N, O] or None -> [N, O]."""
+    return product(x, weight.t()) if h is None else product_onto(h, x, weight.t())
 
 
 def _backward(dy: Tensor, x: Tensor, weight: Tensor, for_x: bool, for_weight: bool) -> tuple[Tensor, Tensor]:
@@ -49,7 +55,7 @@ _backward_op = torch.library.custom_op("efla_kernels::linear_backward", _backwar
 
 
 @_op.register_fake
-def _(x, weight):
+def _(x, weight, h, link):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
@@ -59,14 +65,14 @@ def _(dy, x, weight, for_x, for_weight):
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs[:2])
 
 
-def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     backward: Callable[..., Any] = _backward_op if traced() else _backward
-    for_x, for_weight = ctx.needs_input_grad[:2]
+    for_x, for_weight, _, for_link = ctx.needs_input_grad
     dx, d_weight = backward(dy, *ctx.saved_tensors, for_x, for_weight)
-    return dx if for_x else None, d_weight if for_weight else None
+    return dx if for_x else None, d_weight if for_weight else None, None, dy if for_link else None
 
 
 _linear = differentiable(_op, _forward, _setup, _gradient)

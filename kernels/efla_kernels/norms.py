@@ -1,14 +1,15 @@
 """RMS norms of a block in training, each fused with what reads its result, so that the result itself is not written.
 
-`norm_linear`: the sum of the residual stream, its norm and the linear maps behind it. A norm scales rows, and a product
-leaves rows apart, so the product takes the stream itself and the factor follows:
+`norm_linear`: the norm of the residual stream and the linear maps behind it. A norm scales rows, and a product leaves
+rows apart, so the product takes the stream itself and the factor follows:
 
-    h = x + update,   r = 1 / sqrt(mean(h^2) + eps),   raw_i = h W_i^T,   logits = r * (h W_g^T)
+    r = 1 / sqrt(mean(h^2) + eps),   raw_i = h W_i^T,   logits = r * (h W_g^T)
 
 Whoever reads raw_i multiplies its rows by r, a constant to him. The gradient of r comes with that of h all the same:
 with g = sum_i d_raw_i W_i + r * d_logits W_g the loss depends on r through r * h alone, hence
 
-    dh += g - h r^2 <g, h> / D,   dW_i = d_raw_i^T h,   dW_g = (r * d_logits)^T h
+    dh = g - h r^2 <g, h> / D  (+ the gradient of h where it goes on, see `Stream`),
+    dW_i = d_raw_i^T h,   dW_g = (r * d_logits)^T h
 
 `unit_rms_norm`: y = x r over the last dimension, which keeps y and r in place of x, as the product behind it keeps y:
 
@@ -27,48 +28,46 @@ from torch import Tensor
 
 from efla_kernels.backends import layer_backend
 from efla_kernels.products import add_product, product
+from efla_kernels.stream import Stream
 from efla_kernels.triton.eager import differentiable, traced
 
 
 def norm_linear(
-    x: Tensor,
-    update: Tensor | None,
+    h: Tensor,
     weights: Sequence[Tensor],
     narrow: Tensor | None = None,
     *,
     eps: float,
     backend: str = "auto",
-) -> tuple[Tensor, tuple[Tensor, ...], Tensor, Tensor | None]:
-    """(h, raws, r, logits) of the module's first equation.
+) -> tuple[Stream, tuple[Tensor, ...], Tensor, Tensor | None]:
+    """(h as it goes on, raws, r, logits) of the module's first equation.
 
     Args:
-        x, update: [..., D]; h is x itself where update is None.
+        h: [..., D].
         weights: one or two matrices [O, D]; raws are [..., O] each, without the factor r.
         narrow: [G, D], the maps of a few rows (gates), joined; logits [..., G] have the factor. None: no logits.
         eps: added to the mean square.
         backend: see `efla_kernels.backends.layer_backend`.
 
     All of one dtype, which is the results', under autocast too; r [...] is fp32 (fp64 for fp64) and has no gradient.
+    What reads h behind this takes it from the `Stream`: its gradient is added to h's in the backward pass's own kernel.
     raws may overflow in fp16 where rows are long.
     Raises ValueError for dtypes that differ or are not floating point, or for shapes that do not fit.
     """
-    _check(x, update, weights, narrow)
-    rows = x.reshape(-1, x.shape[-1])
-    more = None if update is None else update.reshape(rows.shape)
+    _check(h, weights, narrow)
     second = weights[1] if len(weights) == 2 else None
-    inputs = [rows, more, weights[0], second, narrow]
-    kernels = layer_backend(backend, x) == "triton" and x.numel() > 0
-    if kernels and not x.is_cuda:  # the interpreter rounds to 16 bits by truncation: nothing of 16 bits reaches it
+    inputs = [h.reshape(-1, h.shape[-1]), weights[0], second, narrow]
+    kernels = layer_backend(backend, h) == "triton" and h.numel() > 0
+    if kernels and not h.is_cuda:  # the interpreter rounds to 16 bits by truncation: nothing of 16 bits reaches it
         inputs = [None if t is None else t.float() for t in inputs]
-    with torch.autocast(x.device.type, enabled=False):  # products have their operands' dtype, forward and back
-        h, r, logits, *raws = _norm_linear(*inputs, eps, kernels)
-    back = x.shape[:-1]
-    # h is no view to autograd: blocks return it, and FSDP warns of views
+    with torch.autocast(h.device.type, enabled=False):  # products have their operands' dtype, forward and back
+        r, logits, link, *raws = _norm_linear(*inputs, eps, kernels)
+    back = h.shape[:-1]
     return (
-        x if update is None else torch.ops.aten._unsafe_view(h.to(x.dtype), x.shape),
-        tuple(raw.to(x.dtype).view(*back, weight.shape[0]) for raw, weight in zip(raws, weights)),
+        Stream(h.detach(), link.to(h.dtype)),
+        tuple(raw.to(h.dtype).view(*back, weight.shape[0]) for raw, weight in zip(raws, weights)),
         r.detach().view(back),
-        None if narrow is None else logits.to(x.dtype).view(*back, narrow.shape[0]),
+        None if narrow is None else logits.to(h.dtype).view(*back, narrow.shape[0]),
     )
 
 
@@ -85,41 +84,36 @@ def unit_rms_norm(x: Tensor, *, eps: float, backend: str = "auto") -> Tensor:
     return _unit(rows, eps, kernels)[0].to(x.dtype).view(x.shape)
 
 
-def _check(x: Tensor, update: Tensor | None, weights: Sequence[Tensor], narrow: Tensor | None) -> None:
-    if x.dim() < 1 or not x.is_floating_point():
-        raise ValueError(f"x: expected a floating point tensor [..., D], got {x.dtype} {list(x.shape)}")
-    if update is not None and (update.shape != x.shape or update.dtype != x.dtype):
-        raise ValueError(f"update: expected {x.dtype} {list(x.shape)} as x, got {update.dtype} {list(update.shape)}")
+def _check(h: Tensor, weights: Sequence[Tensor], narrow: Tensor | None) -> None:
+    if h.dim() < 1 or not h.is_floating_point():
+        raise ValueError(f"h: expected a floating point tensor [..., D], got {h.dtype} {list(h.shape)}")
     if len(weights) not in (1, 2):
         raise ValueError(f"weights: expected one or two matrices [O, D], got {len(weights)}; join those of more maps")
     for weight in (*weights, *([] if narrow is None else [narrow])):
-        if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
-            raise ValueError(f"weights: expected {x.dtype} [O, {x.shape[-1]}], got {weight.dtype} {list(weight.shape)}")
+        if weight.dim() != 2 or weight.shape[1] != h.shape[-1] or weight.dtype != h.dtype:
+            raise ValueError(f"weights: expected {h.dtype} [O, {h.shape[-1]}], got {weight.dtype} {list(weight.shape)}")
 
 
 def _forward(
-    x: Tensor,
-    update: Tensor | None,
-    weight: Tensor,
-    second: Tensor | None,
-    narrow: Tensor | None,
-    eps: float,
-    kernels: bool,
+    h: Tensor, weight: Tensor, second: Tensor | None, narrow: Tensor | None, eps: float, kernels: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(h, r, logits, raw, raw of `second`) of x, update [N, D]; empty is what there is none of, and h without update:
-    no op may hand back its input."""
+    """(r, logits, link, raw, raw of `second`) of h [N, D]; empty is what there is none of."""
     if kernels:
-        from efla_kernels.triton.norms import add_norm  # triton is there wherever it is chosen
+        from efla_kernels.triton.norms import norm_factors  # triton is there wherever it is chosen
 
-        h, r, logits = add_norm(x, update, narrow, eps)
+        r, logits = norm_factors(h, narrow, eps)
     else:
-        h = x if update is None else x + update
         wide = _wide(h)
         r = (wide.square().mean(-1) + eps).rsqrt()
-        logits = x.new_empty(0) if narrow is None else (wide @ _wide(narrow).t() * r[:, None]).to(x.dtype)
+        logits = h.new_empty(0) if narrow is None else (wide @ _wide(narrow).t() * r[:, None]).to(h.dtype)
     multiply = product if kernels else torch.mm
-    other = x.new_empty(0) if second is None else multiply(h, second.t())
-    return x.new_empty(0) if update is None else h, r, logits, multiply(h, weight.t()), other
+    other = h.new_empty(0) if second is None else multiply(h, second.t())
+    return r, logits, _link(h), multiply(h, weight.t()), other
+
+
+def _link(h: Tensor) -> Tensor:
+    """See `Stream`."""
+    return h.new_zeros(()).expand(h.shape)
 
 
 def _backward(
@@ -135,7 +129,8 @@ def _backward(
     narrow: Tensor | None,
     kernels: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of h, `weight`, `second` and `narrow`, the last two empty where there is none."""
+    """The gradients of h, `weight`, `second` and `narrow`, the last two empty where there is none; dh: that of h where
+    it goes on."""
     multiply, add = (product, add_product) if kernels else (torch.mm, Tensor.addmm_)
     if d_raw is None:
         g, d_weight = torch.zeros_like(h, memory_format=torch.contiguous_format), torch.zeros_like(weight)
@@ -148,9 +143,9 @@ def _backward(
         add(g, d_second, second)
         d_other = multiply(d_second.t(), h)
     if kernels:
-        from efla_kernels.triton.norms import add_norm_gradient
+        from efla_kernels.triton.norms import norm_gradient
 
-        dx, slopes = add_norm_gradient(g, dh, h, r, logits, d_logits, narrow)
+        dx, slopes = norm_gradient(g, dh, h, r, logits, d_logits, narrow)
     else:
         dx, slopes = _gradient_of_sum(_wide(g), dh, h, r, d_logits, narrow)
     if narrow is not None:
@@ -180,14 +175,14 @@ _norm_linear_backward = torch.library.custom_op("efla_kernels::norm_linear_backw
 
 
 @_norm_linear_op.register_fake
-def _(x, update, weight, second, narrow, eps, kernels):
-    N = x.shape[0]
+def _(h, weight, second, narrow, eps, kernels):
+    N = h.shape[0]
     return (
-        x.new_empty(0) if update is None else x.new_empty(x.shape),
-        _wide(x).new_empty(N),
-        x.new_empty(0) if narrow is None else x.new_empty(N, narrow.shape[0]),
-        x.new_empty(N, weight.shape[0]),
-        x.new_empty(0) if second is None else x.new_empty(N, second.shape[0]),
+        _wide(h).new_empty(N),
+        h.new_empty(0) if narrow is None else h.new_empty(N, narrow.shape[0]),
+        _link(h),
+        h.new_empty(N, weight.shape[0]),
+        h.new_empty(0) if second is None else h.new_empty(N, second.shape[0]),
     )
 
 
@@ -198,28 +193,22 @@ def _(dh, d_logits, d_raw, d_second, h, r, logits, weight, second, narrow, kerne
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, update, weight, second, narrow, _, kernels = inputs
-    h, r, logits, *_ = output
+    h, weight, second, narrow, _, kernels = inputs
+    r, logits, *_ = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x if update is None else h, r, logits, weight, second, narrow)
-    ctx.updates, ctx.kernels = update is not None, kernels
+    ctx.save_for_backward(h, r, logits, weight, second, narrow)
+    ctx.kernels = kernels
 
 
-def _gradient(ctx: Any, dh: Tensor | None, _: Tensor | None, *d_products: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradient(
+    ctx: Any, _: Tensor | None, d_logits: Tensor | None, dh: Tensor | None, *d_raws: Tensor | None
+) -> tuple[Tensor | None, ...]:
     backward: Callable[..., Any] = _norm_linear_backward if traced() else _backward
     h, r, logits, weight, second, narrow = ctx.saved_tensors
     dx, d_weight, d_second, d_narrow = backward(
-        dh if ctx.updates else None, *d_products, h, r, logits, weight, second, narrow, ctx.kernels
+        dh, d_logits, *d_raws, h, r, logits, weight, second, narrow, ctx.kernels
     )
-    return (
-        dx,
-        dx if ctx.updates else None,
-        d_weight,
-        None if second is None else d_second,
-        None if narrow is None else d_narrow,
-        None,
-        None,
-    )
+    return dx, d_weight, None if second is None else d_second, None if narrow is None else d_narrow, None, None
 
 
 _norm_linear = differentiable(_norm_linear_op, _forward, _setup, _gradient)

@@ -38,7 +38,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b, total contiguous, in the operands' type, or in fp32 on a GPU."""
     plan = _plan(a, b, total.dtype, total)
     if plan is not None:
-        cublaslt.run(plan, a, b, total, add=True)
+        cublaslt.run(plan, a, b, total, onto=total)
     elif total.dtype == a.dtype:
         total.addmm_(a, b)
     elif _adds_to_fp32(a.device):
@@ -47,14 +47,30 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += torch.mm(a, b, out_dtype=torch.float32)
 
 
-def _plan(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> cublaslt.Plan | None:
-    """How cuBLASLt should do it; None: as torch does, who says what is wrong with operands that do not fit."""
+def product_onto(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x + a b, in one type; torch would copy x to where the sum goes, and add there."""
+    plan = _plan(a, b, x.dtype, x, apart=True) if x.dtype == a.dtype else None
+    if plan is None:
+        return torch.addmm(x, a, b)
+    out = torch.empty_like(x)
+    cublaslt.run(plan, a, b, out, onto=x)
+    return out
+
+
+def _plan(
+    a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None, apart: bool = False
+) -> cublaslt.Plan | None:
+    """How cuBLASLt should do it; None: as torch does, who says what is wrong with operands that do not fit.
+
+    out: where the result goes or what lies as it does. apart: by the algorithm that torch would choose, if by no other.
+    """
     if torch.compiler.is_compiling():  # it would follow what is below, past the caches; our ops it does not look into
         return None
     if not a.is_cuda or a.dtype != torch.bfloat16 or b.dtype != a.dtype or b.device != a.device:
         return None
     device = a.device.index
-    if not _measured(device) or device != torch.cuda.current_device():  # kernels run on the current device
+    measured = _measured(device)
+    if device != torch.cuda.current_device() or not (measured or apart):  # kernels run on the current device
         return None
     left, right = cublaslt.matrix(a), cublaslt.matrix(b)
     if left is None or right is None:
@@ -62,7 +78,8 @@ def _plan(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -
     result = Matrix(left.shape[0], right.shape[1], right.shape[1], transposed=False)
     if out is not None and cublaslt.matrix(out) != result:
         return None
-    return cublaslt.choose(left, right, dtype, device, preferred)
+    choice = preferred if not apart else preferred_or_first if measured else first
+    return cublaslt.choose(left, right, dtype, device, choice)
 
 
 def preferred(left: Matrix, right: Matrix, offered: list[Algorithm]) -> int | None:
@@ -84,6 +101,17 @@ def preferred(left: Matrix, right: Matrix, offered: list[Algorithm]) -> int | No
             wanted.append(TILES_176_128)
         wanted.append(TILES_128_160)
     return next((offered.index(x) for x in wanted if x in offered), None)
+
+
+def first(left: Matrix, right: Matrix, offered: list[Algorithm]) -> int | None:
+    """torch's own choice, by its place."""
+    return 0 if offered else None
+
+
+def preferred_or_first(left: Matrix, right: Matrix, offered: list[Algorithm]) -> int | None:
+    """The preferred algorithm, else torch's own choice."""
+    index = preferred(left, right, offered)
+    return first(left, right, offered) if index is None else index
 
 
 @functools.cache

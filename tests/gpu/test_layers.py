@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from efla_kernels import linear_cross_entropy, norm_linear, short_convolution, swiglu_linear, unit_rms_norm
+from efla_kernels import linear, linear_cross_entropy, norm_linear, short_convolution, swiglu_linear, unit_rms_norm
 from efla_kernels.accuracy_layers import ConvolutionCase, LossCase
 from efla_kernels.loss import logit_rows
 from efla_kernels.selftest import run_row
@@ -129,44 +129,43 @@ def test_swiglu_keeps_its_inputs_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize(
-    ("rows", "width", "outputs", "gates", "updates"),
-    [
-        ((3, 335), 1024, (384, 128), 8, True),
-        ((777,), 2048, (256,), 16, True),
-        ((515,), 1000, (72,), 0, False),
-        ((300,), 1536, (72,), 33, False),
-    ],
+    ("rows", "width", "outputs", "gates"),
+    [((3, 335), 1024, (384, 128), 8), ((777,), 2048, (256,), 16), ((515,), 1000, (72,), 0), ((300,), 1536, (72,), 33)],
 )
 def test_norm_linear_against_float64(
-    rows: tuple[int, ...], width: int, outputs: tuple[int, ...], gates: int, updates: bool, dtype: torch.dtype
+    rows: tuple[int, ...], width: int, outputs: tuple[int, ...], gates: int, dtype: torch.dtype
 ) -> None:
-    """Plain and compiled, products times the norm's factors; in 16 bits each product and gradient is rounded."""
+    """Plain and compiled, products times the norm's factors, and two sums of the stream; in 16 bits each product and
+    gradient is rounded."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=generator, device="cuda") * scale).to(dtype)
 
-    inputs = {"x": normal(*rows, width), "update": normal(*rows, width) if updates else None}
-    inputs["x"].view(-1, width)[::3] *= 1e-2
+    inputs = {"h": normal(*rows, width), "y": normal(*rows, 72), "gate_up": normal(*rows, 144)}
+    inputs["h"].view(-1, width)[::3] *= 1e-2
     inputs |= {f"weight{i}": normal(O, width, scale=width**-0.5) for i, O in enumerate(outputs)}
+    inputs |= {"back": normal(width, 72, scale=72**-0.5), "down": normal(width, 72, scale=72**-0.5)}
     inputs["narrow"] = normal(gates, width, scale=width**-0.5) if gates else None
-    slopes = [normal(*rows, O) for O in (width, *outputs, *([gates] if gates else []))]
+    slopes = [normal(*rows, O) for O in (width, width, *outputs, *([gates] if gates else []))]
 
-    def plain(x: Tensor, update: Tensor | None, weights: list[Tensor], narrow: Tensor | None) -> list[Tensor]:
-        h = x if update is None else x + update
-        normed = F.rms_norm(h, (width,), eps=1e-6)
-        return [h, *(normed @ w.t() for w in weights), *([] if narrow is None else [normed @ narrow.t()])]
+    def plain(leaves: dict[str, Tensor], weights: list[Tensor], narrow: Tensor | None) -> list[Tensor]:
+        h, normed = leaves["h"], F.rms_norm(leaves["h"], (width,), eps=1e-6)
+        sums = [h + leaves["y"] @ leaves["back"].t(), h + swiglu_linear(leaves["gate_up"], leaves["down"])]
+        return [*sums, *(normed @ w.t() for w in weights), *([] if narrow is None else [normed @ narrow.t()])]
 
-    def fused(x: Tensor, update: Tensor | None, weights: list[Tensor], narrow: Tensor | None) -> list[Tensor]:
-        h, raws, r, logits = norm_linear(x, update, weights, narrow, eps=1e-6)
-        return [h, *((raw * r[..., None]).to(dtype) for raw in raws), *([] if logits is None else [logits])]
+    def fused(leaves: dict[str, Tensor], weights: list[Tensor], narrow: Tensor | None) -> list[Tensor]:
+        stream, raws, r, logits = norm_linear(leaves["h"], weights, narrow, eps=1e-6)
+        sums = [linear(leaves["y"], leaves["back"], onto=stream)]
+        sums.append(swiglu_linear(leaves["gate_up"], leaves["down"], onto=stream))
+        return [*sums, *((raw * r[..., None]).to(dtype) for raw in raws), *([] if logits is None else [logits])]
 
     results = []
     for form in (plain, fused, torch.compile(fused, fullgraph=True)):
         wide = torch.float64 if form is plain else dtype
         leaves = {n: None if t is None else t.to(wide, copy=True).requires_grad_() for n, t in inputs.items()}
         weights = [t for n, t in leaves.items() if n.startswith("weight") and t is not None]
-        results.append(form(leaves["x"], leaves["update"], weights, leaves["narrow"]))
+        results.append(form(leaves, weights, leaves["narrow"]))
         there = [t for t in leaves.values() if t is not None]
         results[-1] += torch.autograd.grad(results[-1], there, [t.to(wide) for t in slopes])
     for got in results[1:]:
@@ -193,11 +192,11 @@ def test_unit_norm_against_float64(shape: tuple[int, ...], dtype: torch.dtype) -
             )
 
 
-def test_norm_linear_keeps_the_stream_and_its_factors() -> None:
-    """Between the passes: the sum of the stream, a factor for each row, and the results."""
-    x, update = (torch.randn(4096, 1024, device="cuda", dtype=BF16).requires_grad_() for _ in range(2))
+def test_norm_linear_keeps_its_input_and_factors() -> None:
+    """Between the passes: a factor for each row, and the results."""
+    x = torch.randn(4096, 1024, device="cuda", dtype=BF16).requires_grad_()
     weight = torch.randn(64, 1024, device="cuda", dtype=BF16).requires_grad_()
-    norm_linear(x, update, [weight], eps=1e-6)[1][0].sum().backward()  # cuBLAS takes its workspace
+    norm_linear(x, [weight], eps=1e-6)[1][0].sum().backward()  # cuBLAS takes its workspace
     before = torch.cuda.memory_allocated()
-    h, raws, r, _ = norm_linear(x, update, [weight], eps=1e-6)
-    assert torch.cuda.memory_allocated() - before <= 1.01 * (h.nbytes + raws[0].nbytes + r.nbytes)
+    _, raws, r, _ = norm_linear(x, [weight], eps=1e-6)
+    assert torch.cuda.memory_allocated() - before <= 1.01 * (raws[0].nbytes + r.nbytes)

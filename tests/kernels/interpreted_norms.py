@@ -32,6 +32,6 @@ def test_unit_norm_against_float64(shape: tuple[int, ...], dtype: torch.dtype) -
 def test_the_ops_are_well_formed(shape: Shape, kernels: bool) -> None:
     leaves, _ = case(shape, torch.float32)
     flat = {name: t.detach().reshape(-1, shape.D).requires_grad_() for name, t in leaves.items()}
-    inputs = [flat.get(name) for name in ("x", "update", "weight0", "weight1", "narrow")]
+    inputs = [flat.get(name) for name in ("h", "weight0", "weight1", "narrow")]
     torch.library.opcheck(norms._norm_linear_op, (*inputs, EPS, kernels))
-    torch.library.opcheck(norms._unit_op, (flat["x"], EPS, kernels))
+    torch.library.opcheck(norms._unit_op, (flat["h"], EPS, kernels))

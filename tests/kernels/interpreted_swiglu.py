@@ -48,14 +48,15 @@ def test_the_backward_pass_has_the_product_of_the_forward_pass(scaled: bool) -> 
     """With W = 1 y is h, and so is dW with dy = 1."""
     gate_up, row_scale = case((40, 80), torch.float32)[0].detach(), factors((40, 80), scaled)
     _, d_weight = kernels._backward(torch.eye(40), gate_up, torch.eye(40), row_scale)
-    assert torch.equal(d_weight, kernels._forward(gate_up, torch.eye(40), row_scale))
+    assert torch.equal(d_weight, kernels._forward(gate_up, torch.eye(40), row_scale, None, None))
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_ops_are_well_formed(scaled: bool) -> None:
     gate_up, weight, dy = case((3, 40), torch.float32)
     row_scale = factors((3, 40), scaled)
-    torch.library.opcheck(kernels.swiglu_linear, (gate_up, weight, row_scale))
+    for stream in ((None, None), (torch.randn(dy.shape), torch.zeros(dy.shape, requires_grad=True))):
+        torch.library.opcheck(kernels.swiglu_linear, (gate_up, weight, row_scale, *stream))
     torch.library.opcheck(kernels.swiglu_backward, (dy, gate_up.detach(), weight.detach(), row_scale))
 
 
@@ -67,14 +68,14 @@ def test_checkpointed(compiled: bool, kind: str) -> None:
     layer = SwiGLU(16, 24, backend="triton")
     x, dy = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
 
-    def block(hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-        return hidden, layer(Projected((layer.gate_up_proj(hidden),)))
+    def block(hidden: Tensor) -> Tensor:
+        return layer(Projected(hidden, (layer.gate_up_proj(hidden),)))
 
     kept = keeping(block, kind)
     results = []
     for forward in (torch.compile(kept, fullgraph=True) if compiled else kept, block):
         leaf = x.clone().requires_grad_()
-        _, y = forward(leaf, None)
+        y = forward(leaf)
         results.append([y, *torch.autograd.grad(y, [leaf, *layer.parameters()], dy)])
         layer.backend = "torch"
     for got, expected in zip(*results, strict=True):

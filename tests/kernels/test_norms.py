@@ -17,27 +17,27 @@ EPS = 1e-3  # large enough to matter in rows of small numbers
 
 
 class Shape(NamedTuple):
-    """x [*rows, D], the rows O of each wide matrix, G of the narrow one."""
+    """h [*rows, D], the rows O of each wide matrix, G of the narrow one; goes_on: h is read behind its norm too."""
 
     rows: tuple[int, ...]
     D: int
     O: tuple[int, ...]
     G: int
-    updates: bool = True
+    goes_on: bool = True
 
 
 SHAPES = [
     Shape((2, 35), 48, (7, 5), 3),
     Shape((33,), 130, (9,), 16),
     Shape((5,), 256, (4,), 0),
-    Shape((3, 3), 64, (6, 2), 0, updates=False),
+    Shape((3, 3), 64, (6, 2), 0, goes_on=False),
     Shape((1,), 1, (1,), 1),
-    Shape((65,), 200, (3,), 17, updates=False),
+    Shape((65,), 200, (3,), 17, goes_on=False),
 ]
 
 
 def case(shape: Shape, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The inputs by name, and the gradients of h (in front), logits and the scaled products."""
+    """The inputs by name, and the gradients of h where it goes on (in front), logits and the scaled products."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -46,13 +46,11 @@ def case(shape: Shape, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[Tens
     x = normal(*shape.rows, shape.D)
     x.view(-1, shape.D)[::3] *= 1e-2
     x.view(-1, shape.D)[1::5] *= 30
-    leaves = {"x": x}
-    if shape.updates:
-        leaves["update"] = normal(*shape.rows, shape.D)
+    leaves = {"h": x}
     leaves |= {f"weight{i}": normal(O, shape.D) for i, O in enumerate(shape.O)}
     if shape.G:
         leaves["narrow"] = normal(shape.G, shape.D)
-    sizes = [shape.D, *([shape.G] if shape.G else []), *shape.O]
+    sizes = [*([shape.D] if shape.goes_on else []), *([shape.G] if shape.G else []), *shape.O]
     return {name: t.requires_grad_() for name, t in leaves.items()}, [normal(*shape.rows, size) for size in sizes]
 
 
@@ -64,25 +62,30 @@ def with_gradients(results: Sequence[Tensor], leaves: dict[str, Tensor], slopes:
 def ours(
     leaves: dict[str, Tensor], slopes: Sequence[Tensor], backend: str = "auto", autocast: bool = False
 ) -> dict[str, Tensor]:
-    """h, logits and the products times r, and all gradients: the consumer's factor is a constant to it."""
+    """h (if its gradient is in `slopes`), logits and the products times r, and all gradients: the consumer's factor is
+    a constant to it."""
     weights = [t for name, t in leaves.items() if name.startswith("weight")]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        h, raws, r, logits = norm_linear(
-            leaves["x"], leaves.get("update"), weights, leaves.get("narrow"), eps=EPS, backend=backend
-        )
-    assert not r.requires_grad
+        stream, raws, r, logits = norm_linear(leaves["h"], weights, leaves.get("narrow"), eps=EPS, backend=backend)
+    assert not r.requires_grad and not stream.values.requires_grad
     products = [(raw * r[..., None]).to(raw.dtype) for raw in raws]
-    return with_gradients([h, *([] if logits is None else [logits]), *products], leaves, slopes)
+    results = [*([] if logits is None else [logits]), *products]
+    if len(slopes) > len(results):
+        results.insert(0, stream.plus(torch.zeros_like(stream.values)))
+    return with_gradients(results, leaves, slopes)
 
 
 def truth(leaves: dict[str, Tensor], slopes: Sequence[Tensor]) -> dict[str, Tensor]:
     """The plain formula in float64."""
     wide = {name: t.detach().double().requires_grad_() for name, t in leaves.items()}
-    h = wide["x"] + wide["update"] if "update" in wide else wide["x"]
+    h = wide["h"]
     normed = F.rms_norm(h, h.shape[-1:], eps=EPS)
     maps = [wide["narrow"]] if "narrow" in wide else []
     maps += [t for name, t in wide.items() if name.startswith("weight")]
-    return with_gradients([h, *(normed @ w.t() for w in maps)], wide, [t.double() for t in slopes])
+    results = [normed @ w.t() for w in maps]
+    if len(slopes) > len(results):
+        results.insert(0, h + 0)
+    return with_gradients(results, wide, [t.double() for t in slopes])
 
 
 def check(got: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype, bound: float) -> None:
@@ -116,11 +119,10 @@ def test_results_without_a_gradient(present: int) -> None:
         if form is truth:
             found.append(truth(leaf, only))
             continue
-        h, raws, r, logits = norm_linear(
-            leaf["x"], leaf["update"], [leaf["weight0"], leaf["weight1"]], leaf["narrow"], eps=EPS
-        )
+        weights = [leaf["weight0"], leaf["weight1"]]
+        stream, raws, r, logits = norm_linear(leaf["h"], weights, leaf["narrow"], eps=EPS)
         assert logits is not None
-        result = [h, logits, *(raw * r[..., None] for raw in raws)][present]
+        result = [stream.plus(torch.zeros(())), logits, *(raw * r[..., None] for raw in raws)][present]
         gradients = torch.autograd.grad(result, list(leaf.values()), slopes[present], materialize_grads=True)
         found.append(dict(zip(leaf, gradients, strict=True)))
     for name, t in found[0].items():
@@ -156,18 +158,16 @@ def test_autocast_changes_nothing() -> None:
 def test_what_does_not_fit_is_named() -> None:
     x = torch.zeros(2, 4)
     with pytest.raises(ValueError, match=r"weights: expected torch.float32 \[O, 4\], got torch.float32 \[3, 5\]"):
-        norm_linear(x, None, [torch.zeros(3, 5)], eps=EPS)
+        norm_linear(x, [torch.zeros(3, 5)], eps=EPS)
     with pytest.raises(ValueError, match=r"weights: expected torch.float32 \[O, 4\], got torch.float64 \[3, 4\]"):
-        norm_linear(x, None, [torch.zeros(3, 4)], torch.zeros(3, 4, dtype=torch.float64), eps=EPS)
-    with pytest.raises(ValueError, match=r"update: expected torch.float32 \[2, 4\] as x, got torch.float32 \[1, 4\]"):
-        norm_linear(x, x[:1], [torch.zeros(3, 4)], eps=EPS)
+        norm_linear(x, [torch.zeros(3, 4)], torch.zeros(3, 4, dtype=torch.float64), eps=EPS)
     with pytest.raises(ValueError, match="expected one or two matrices"):
-        norm_linear(x, None, [torch.zeros(3, 4)] * 3, eps=EPS)
+        norm_linear(x, [torch.zeros(3, 4)] * 3, eps=EPS)
     with pytest.raises(ValueError, match=r"\[\.\.\., D\], got torch.int64"):
         norm_linear(x.long(), None, [torch.zeros(3, 4)], eps=EPS)
     with pytest.raises(ValueError, match=r"\[\.\.\., D\], got torch.int64"):
         unit_rms_norm(x.long(), eps=EPS)
-    assert norm_linear(x[:0], x[:0], [torch.zeros(3, 4)], eps=EPS)[1][0].shape == (0, 3)
+    assert norm_linear(x[:0], [torch.zeros(3, 4)], eps=EPS)[1][0].shape == (0, 3)
 
 
 @pytest.mark.timeout(300)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from efla_kernels import cublaslt, linear, norm_linear, norms, products
 from efla_kernels.cublaslt import Algorithm, Matrix, matrix
 from efla_kernels.linear import _backward_op, _op
-from efla_kernels.products import add_product, preferred, product
+from efla_kernels.products import add_product, preferred, product, product_onto
 
 
 def test_products_are_those_of_torch() -> None:
@@ -25,6 +25,7 @@ def test_products_are_those_of_torch() -> None:
     assert product(a, b, out=out) is out and torch.equal(out, a @ b)
     add_product(out, a, b)
     assert torch.allclose(out, 2 * (a @ b))
+    assert torch.allclose(product_onto(out, a, b), 3 * (a @ b)) and torch.allclose(out, 2 * (a @ b))
 
 
 def test_how_a_matrix_lies_in_memory() -> None:
@@ -127,7 +128,7 @@ def test_backend_torch_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(norms, name, lambda *_: pytest.fail("a product of ours"))
     x = torch.randn(3, 8, requires_grad=True)
     weights = [torch.randn(4, 8, requires_grad=True), torch.randn(2, 8, requires_grad=True)]
-    _, raws, _, _ = norm_linear(x, x, weights, eps=1e-6, backend="torch")
+    _, raws, _, _ = norm_linear(x, weights, eps=1e-6, backend="torch")
     torch.autograd.grad(raws[0].sum() + raws[1].sum(), [x, *weights])
 
 
@@ -191,7 +192,8 @@ def test_the_ops_of_linear_are_well_formed(rows: int, wanted: tuple[bool, bool])
     """Also of a gradient that lies expanded or transposed; empty is what nobody asks for."""
     x, weight = torch.randn(rows, 8), torch.randn(3, 8)
     leaves = [z.clone().requires_grad_(want) for z, want in zip((x, weight), wanted, strict=True)]
-    torch.library.opcheck(_op, tuple(leaves))
+    torch.library.opcheck(_op, (*leaves, None, None))
+    torch.library.opcheck(_op, (*leaves, torch.randn(rows, 3), torch.zeros(rows, 3, requires_grad=True)))
     for dy in (torch.randn(rows, 3), torch.randn(3, rows).t(), torch.ones(()).expand(rows, 3)):
         torch.library.opcheck(_backward_op, (dy, x, weight, *wanted), test_utils=("test_schema", "test_faketensor"))
         got = _backward_op(dy, x, weight, *wanted)

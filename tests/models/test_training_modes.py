@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from efla_lm import EflaForCausalLM
 from efla_lm.models.layers import Decay, ShortConvolution
 from efla_lm.models.mixers import Mamba2Mixer
-from efla_lm.models.norms import GatedRMSNorm, Linear, Maps, RMSNorm, project_back, project_normed
+from efla_lm.models.norms import GatedRMSNorm, Linear, Maps, RMSNorm, added, plus, project_back, project_normed
 from tests.models.tiny import MODELS, VOCABULARY, tiny_model, tokens
 
 RECURRENT = [mixer for mixer in MODELS if mixer != "attention"]
@@ -232,37 +232,37 @@ def test_an_output_norms_weight_goes_into_the_product_behind_it(heads: int, gate
     torch.nn.init.normal_(norm.weight)
     inputs = [torch.randn(2, 7, heads, 8, requires_grad=True) for _ in range(1 + gated)]
     leaves = [*inputs, norm.weight, linear.weight]
-    dy = torch.randn(2, 7, 5)
-    together, apart = linear(norm(*inputs).flatten(2)), project_back(norm, linear, *inputs)
+    h, dy = torch.randn(2, 7, 5), torch.randn(2, 7, 5)
+    together, apart = h + linear(norm(*inputs).flatten(2)), project_back(h, norm, linear, *inputs)
     torch.testing.assert_close(apart, together, rtol=1e-5, atol=1e-6)
     for got, expected in zip(*(torch.autograd.grad(x, leaves, dy) for x in (apart, together)), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        assert torch.equal(project_back(norm, linear, *inputs), together)
+        assert torch.equal(project_back(h, norm, linear, *inputs), together)
 
 
 @pytest.mark.parametrize("narrow", [0, 1, 2])
-@pytest.mark.parametrize("updates", [False, True])
-def test_maps_of_a_norm_read_the_stream_itself(updates: bool, narrow: int) -> None:
+def test_maps_of_a_norm_read_the_stream_itself(narrow: int) -> None:
     """The factors that are left make it the same, gradients included."""
     torch.manual_seed(0)
     norm = RMSNorm(16, 1e-6)
     torch.nn.init.normal_(norm.weight)
     maps = Maps([Linear(16, 24), Linear(16, 8)], [Linear(16, 3) for _ in range(narrow)])
     x = torch.randn(2, 7, 16, requires_grad=True)
-    update = torch.randn(2, 7, 16, requires_grad=True) if updates else None
-    leaves = [x, *([] if update is None else [update]), norm.weight, *(f.weight for f in (*maps.wide, *maps.narrow))]
+    back, y = Linear(5, 16), torch.randn(2, 7, 5)
+    leaves = [x, norm.weight, back.weight, *(f.weight for f in (*maps.wide, *maps.narrow))]
     found = []
     for cached in (False, True):
-        h, projected = project_normed(norm, maps, x, update, cached)
-        assert (projected.scale is None) == cached
-        results = [h, *(projected.scaled(y) for y in projected.wide), *projected.narrow]
+        projected = project_normed(norm, maps, x, cached)
+        assert (projected.scale is None) == cached == isinstance(projected.stream, torch.Tensor)
+        results = [plus(projected.stream, 2 * x.detach()), added(projected.stream, back, y)]
+        results += [*(projected.scaled(z) for z in projected.wide), *projected.narrow]
         slopes = [torch.randn(y.shape, generator=torch.Generator().manual_seed(i)) for i, y in enumerate(results)]
         found.append([*results, *torch.autograd.grad(results, leaves, slopes)])
     for fused, plain in zip(*found, strict=True):
         torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        assert project_normed(norm, maps, x, update)[1].scale is None
+        assert project_normed(norm, maps, x).scale is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
@@ -270,7 +270,7 @@ def test_dtypes_whose_norms_come_first(dtype: torch.dtype) -> None:
     """A long row of fp16 overflows in a product that is normed behind it."""
     norm, linear = RMSNorm(16, 1e-6).to(dtype), Linear(16, 4).to(dtype)
     x = torch.full((1, 2, 16), 6e4, dtype=dtype, requires_grad=True)
-    _, projected = project_normed(norm, Maps([linear]), x, None)
+    projected = project_normed(norm, Maps([linear]), x)
     assert projected.scale is None and projected.wide[0].isfinite().all()
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import efla_kernels
 import pytest
 import torch
+from efla_kernels.linear import _linear
+from efla_kernels.stream import Stream
 from efla_kernels.triton import choices, convolution, ops, ssd_ops
 from efla_kernels.triton.swiglu import swiglu_linear
 from torch import Tensor
@@ -141,9 +143,11 @@ def saved_by_compile(
         steps = (None, A_log, dt_bias, D, None)
         return ssd_ops.ssd_forward(x, dt, B, C, *steps, None, None, False, keep_states)[0], None
 
-    def project(gate_up: Tensor, weight: Tensor, *, row_scale: Tensor | None = None, backend: str) -> Tensor:
-        factors = None if row_scale is None else row_scale.flatten()
-        return swiglu_linear(gate_up.flatten(0, 1), weight, factors).view(batch, T, -1)
+    def project(gate_up: Tensor, weight: Tensor, *, row_scale: Tensor, onto: Stream, backend: str) -> Tensor:
+        return swiglu_linear(gate_up.flatten(0, 1), weight, row_scale.flatten(), *onto.rows()).view(batch, T, -1)
+
+    def add(x: Tensor, weight: Tensor, *, onto: Stream, backend: str) -> Tensor:
+        return _linear(x.flatten(0, 1), weight, *onto.rows()).view(batch, T, -1)
 
     found: list[tuple[float, float, list[list[int]]]] = []
 
@@ -169,13 +173,13 @@ def saved_by_compile(
 
     monkeypatch.setattr(ShortConvolution, "forward", convolve)
     monkeypatch.setattr(efla_kernels, "swiglu_linear", project)
+    monkeypatch.setattr(efla_kernels, "linear", add)
     block = EflaBlock(config).train()
     if config.mixer == "mamba2":
         monkeypatch.setattr(efla_kernels, "mamba2", duality)
     elif config.mixer != "attention":
         block.mixer.rule = rule  # type: ignore[assignment]
-    shape = batch, T, config.hidden_size
-    x, update = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    x = torch.zeros(batch, T, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     info = SequenceInfo(batch, T, x.device)
     if config.mixer == "attention":
         info = info.for_attention(config.head_dim, config.rope_theta)
@@ -184,7 +188,7 @@ def saved_by_compile(
         fw_compiler=lambda graph, _: graph, partition_fn=partition, decompositions=select_decomp_table()
     )
     with pytest.raises(Exception, match="Cut"):
-        torch.compile(keeping(block.forward, kind), fullgraph=True, backend=backend)(x, update, info)
+        torch.compile(keeping(block.forward, kind), fullgraph=True, backend=backend)(x, info)
     (one,) = found
     return one
 

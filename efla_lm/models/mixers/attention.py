@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import EflaConfig
-from efla_lm.models.norms import Linear, Maps, Projected
+from efla_lm.models.norms import Linear, Maps, Projected, added
 from efla_lm.models.rotary import rotate
 from efla_lm.models.sequence import SequenceInfo
 
@@ -20,7 +20,7 @@ class AttentionMixer(nn.Module):
         super().__init__()
         if config.backend not in ("auto", "torch"):
             raise ValueError(f"attention runs on torch's SDPA: backend must be auto or torch, got {config.backend!r}")
-        self.heads, self.head_dim = config.num_heads, config.head_dim
+        self.heads, self.head_dim, self.backend = config.num_heads, config.head_dim, config.backend
         self.qkv_proj = Linear(config.hidden_size, 3 * config.key_size)
         self.o_proj = Linear(config.key_size, config.hidden_size)
 
@@ -29,7 +29,10 @@ class AttentionMixer(nn.Module):
         return Maps([self.qkv_proj])
 
     def forward(self, projected: Projected, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
-        """What `maps` gave -> [B, T, hidden_size]; reads and extends the keys and values of `layer` if there is one."""
+        """What `maps` gave -> the stream with the result added, [B, T, hidden_size].
+
+        Reads and extends the keys and values of `layer` if there is one.
+        """
         if info.rotary is None:
             raise ValueError("attention needs SequenceInfo.for_attention(...)")
         qkv = projected.scaled(*projected.wide)
@@ -42,4 +45,4 @@ class AttentionMixer(nn.Module):
             layer.keys, layer.values = k, v
         causal = info.visible is None and info.past == 0
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=info.visible, is_causal=causal)
-        return self.o_proj(o.transpose(1, 2).flatten(2))
+        return added(projected.stream, self.o_proj, o.transpose(1, 2).flatten(2), self.backend)

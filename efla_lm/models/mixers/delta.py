@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import GATED_MIXERS, EflaConfig
 from efla_lm.models.layers import Decay, ShortConvolution
-from efla_lm.models.norms import GatedRMSNorm, Linear, Maps, Projected, RMSNorm, at_hand, project_back
+from efla_lm.models.norms import GatedRMSNorm, Linear, Maps, Projected, RMSNorm, at_hand, plus, project_back
 from efla_lm.models.sequence import SequenceInfo
 
 RULES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
@@ -64,7 +64,10 @@ class DeltaMixer(nn.Module):
         return Maps(wide, [self.b_proj] if self.decay is None else [self.b_proj, self.a_proj])
 
     def forward(self, projected: Projected, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
-        """What `maps` gave -> [B, T, hidden_size]; reads and replaces the states of `layer` when there is one."""
+        """What `maps` gave -> the stream with the result added, [B, T, hidden_size].
+
+        Reads and replaces the states of `layer` when there is one.
+        """
         if layer is not None and self._decodes(projected.wide[0], info, layer):
             return self._decode(projected, layer)
         projected = projected.hide_padding(info)
@@ -85,7 +88,7 @@ class DeltaMixer(nn.Module):
         if layer is not None:
             layer.conv, layer.state = conv_state.clone(), state
         gate = [projected.scaled(g).unflatten(-1, (self.heads, self.head_dim)) for g in gate]
-        return project_back(self.o_norm, self.o_proj, o, *gate)
+        return project_back(projected.stream, self.o_norm, self.o_proj, o, *gate)
 
     def _decodes(self, x: Tensor, info: SequenceInfo, layer: LayerState) -> bool:
         """Whether this pass is one token per sequence that the fused step may serve: no gradient, nothing masked."""
@@ -111,4 +114,4 @@ class DeltaMixer(nn.Module):
             self.o_norm.weight.to(qkv.dtype), output_gate=output_gate, norm_eps=self.norm_eps, backend=self.backend,
             **decay,
         )  # fmt: skip
-        return self.o_proj(y.flatten(1)).unsqueeze(1)
+        return plus(projected.stream, self.o_proj(y.flatten(1)).unsqueeze(1))

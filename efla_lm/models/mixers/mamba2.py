@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import EflaConfig
 from efla_lm.models.layers import ShortConvolution
-from efla_lm.models.norms import GatedRMSNorm, Linear, Maps, Projected, project_back
+from efla_lm.models.norms import GatedRMSNorm, Linear, Maps, Projected, plus, project_back
 from efla_lm.models.sequence import SequenceInfo
 
 
@@ -45,7 +45,10 @@ class Mamba2Mixer(nn.Module):
         return Maps([self.in_proj])
 
     def forward(self, projected: Projected, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
-        """What `maps` gave -> [B, T, hidden_size]; reads and replaces the states of `layer` when there is one."""
+        """What `maps` gave -> the stream with the result added, [B, T, hidden_size].
+
+        Reads and replaces the states of `layer` when there is one.
+        """
         projected = projected.hide_padding(info)
         (joined,) = projected.wide
         z, xbc, dt = joined.split((self.inner, self.conv_size, self.heads), dim=-1)
@@ -59,7 +62,7 @@ class Mamba2Mixer(nn.Module):
                 x[:, 0], dt[:, 0], A_log, B[:, 0], C[:, 0], D, dt_bias, layer.state, backend=self.backend
             )
             layer.conv = conv_state.clone()
-            return self.out_proj(self.norm(y.flatten(1).unsqueeze(1), z))
+            return plus(projected.stream, self.out_proj(self.norm(y.flatten(1).unsqueeze(1), z)))
         y, state = efla_kernels.mamba2(
             x, dt, A_log, B, C, D, dt_bias,
             dt_mask=info.mask,  # a step of 0 neither writes nor decays; the bias alone would do both
@@ -70,7 +73,7 @@ class Mamba2Mixer(nn.Module):
         )  # fmt: skip
         if layer is not None:
             layer.conv, layer.state = conv_state.clone(), state
-        return project_back(self.norm, self.out_proj, y.flatten(2), z)
+        return project_back(projected.stream, self.norm, self.out_proj, y.flatten(2), z)
 
     def _decodes(self, x: Tensor, info: SequenceInfo) -> bool:
         """Whether this pass is one token per sequence that the fused step may serve: no gradient, nothing masked."""

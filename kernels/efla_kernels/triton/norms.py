@@ -10,17 +10,15 @@ from torch import Tensor
 from efla_kernels.triton.arguments import power_of_two
 from efla_kernels.triton.dispatch import launch
 
-TILE, TILE_WITH_GATES = (32, 128), (64, 128)  # rows and columns of `add_norm_kernel`; 64 rows: Hopper's wide products
+TILE, TILE_WITH_GATES = (32, 128), (64, 128)  # rows and columns of `norm_kernel`; 64 rows: Hopper's wide products
 LEAST_GATES = 16  # columns of its product
 PER_WARP = 1024  # numbers of each tensor that a warp of the other kernels holds
 
 
 @triton.jit(do_not_specialize=["N"])
-def add_norm_kernel(
-    x,  # [N, D]
-    update,  # [N, D]; not read without UPDATE
+def norm_kernel(
+    h,  # [N, D]
     narrow,  # [G, D]
-    h,  # [N, D]; not written without UPDATE
     r,  # [N] fp32
     logits,  # [N, G]
     N,
@@ -30,9 +28,8 @@ def add_norm_kernel(
     GATES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    UPDATE: tl.constexpr,
 ):
-    """h = x + update, r = 1 / sqrt(mean(h^2) + eps), logits = r * (h narrow^T), a block of columns at a time."""
+    """r = 1 / sqrt(mean(h^2) + eps), logits = r * (h narrow^T), a block of columns at a time."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < N
     place = rows.to(tl.int64)[:, None] * D
@@ -41,12 +38,7 @@ def add_norm_kernel(
     sums = tl.zeros([ROWS, GATES], tl.float32)
     for start in range(0, D, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        mask = inside[:, None] & (columns < D)[None, :]
-        hidden = tl.load(x + place + columns[None, :], mask=mask, other=0.0)
-        if UPDATE:
-            more = tl.load(update + place + columns[None, :], mask=mask, other=0.0)
-            hidden = (hidden.to(tl.float32) + more.to(tl.float32)).to(h.dtype.element_ty)
-            tl.store(h + place + columns[None, :], hidden, mask=mask)
+        hidden = tl.load(h + place + columns[None, :], mask=inside[:, None] & (columns < D)[None, :], other=0.0)
         wide = hidden.to(tl.float32)
         squares += wide * wide
         if G:
@@ -62,7 +54,7 @@ def add_norm_kernel(
 
 
 @triton.jit(do_not_specialize=["N"])
-def add_norm_gradient_kernel(
+def norm_gradient_kernel(
     g,  # [N, D] gradient of h by the wide products; dx takes its place
     dh,  # [N, D] gradient of h as it is; not read without RESIDUAL
     h,  # [N, D]
@@ -144,24 +136,21 @@ def _whole_rows(N: int, D: int) -> tuple[int, dict[str, int]]:
     return -(-N // rows), {"D": D, "ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // PER_WARP))}
 
 
-def add_norm(x: Tensor, update: Tensor | None, narrow: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(h, r, logits) of x, update [N, D] and narrow [G, D]; h is x where update is None, logits are empty without
-    narrow."""
-    (N, D), G = x.shape, 0 if narrow is None else narrow.shape[0]
-    x = x.contiguous()
-    h = x if update is None else torch.empty_like(x)
-    r, logits = x.new_empty(N, dtype=torch.float32), x.new_empty((N, G) if G else 0)
+def norm_factors(h: Tensor, narrow: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """(r, logits) of h [N, D] and narrow [G, D]; logits are empty without narrow."""
+    (N, D), G = h.shape, 0 if narrow is None else narrow.shape[0]
+    h = h.contiguous()
+    r, logits = h.new_empty(N, dtype=torch.float32), h.new_empty((N, G) if G else 0)
     rows, columns = TILE_WITH_GATES if G else TILE
     launch(
-        add_norm_kernel, -(-N // rows), x, x if update is None else update.contiguous(),
-        x if narrow is None else narrow.contiguous(), h, r, logits, N, eps, D=D, G=G,
+        norm_kernel, -(-N // rows), h, h if narrow is None else narrow.contiguous(), r, logits, N, eps, D=D, G=G,
         GATES=max(LEAST_GATES, power_of_two(max(G, 1))), ROWS=rows, BLOCK=min(columns, power_of_two(max(D, 16))),
-        UPDATE=update is not None, num_warps=4,
+        num_warps=4,
     )  # fmt: skip
-    return h, r, logits
+    return r, logits
 
 
-def add_norm_gradient(
+def norm_gradient(
     g: Tensor,
     dh: Tensor | None,
     h: Tensor,
@@ -178,7 +167,7 @@ def add_norm_gradient(
         slopes = torch.empty_like(logits)
     programs, options = _whole_rows(N, D)
     launch(
-        add_norm_gradient_kernel, programs, g, g if dh is None else dh.contiguous(), h.contiguous(), r, logits,
+        norm_gradient_kernel, programs, g, g if dh is None else dh.contiguous(), h.contiguous(), r, logits,
         logits if slopes is None else d_logits, g if slopes is None else narrow, logits if slopes is None else slopes,
         N, G=G, GATES=power_of_two(max(G, 1)), RESIDUAL=dh is not None, **options,
     )  # fmt: skip

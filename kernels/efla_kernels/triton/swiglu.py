@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from efla_kernels.products import product
+from efla_kernels.products import product, product_onto
 from efla_kernels.triton.dispatch import launch
 from efla_kernels.triton.eager import differentiable, traced
 
@@ -76,14 +76,17 @@ def _flags(F: int, factors: Tensor | None) -> dict[str, Any]:
     return {"num_warps": WARPS, "F": F, "BLOCK": BLOCK, "SCALED": factors is not None}
 
 
-def _forward(gate_up: Tensor, weight: Tensor, factors: Tensor | None) -> Tensor:
-    """gate_up [N, 2F], weight [D, F], factors fp32 [N] or None -> y [N, D]."""
+def _forward(
+    gate_up: Tensor, weight: Tensor, factors: Tensor | None, stream: Tensor | None, link: Tensor | None
+) -> Tensor:
+    """gate_up [N, 2F], weight [D, F], factors fp32 [N], a stream and what takes its gradient [N, D], the last three or
+    None -> y [N, D], added to the stream where there is one."""
     gate_up = gate_up.contiguous()
     N, F = gate_up.shape[0], gate_up.shape[1] // 2
     h = gate_up.new_empty(N, F)
     rows = gate_up if factors is None else factors.contiguous()
     launch(swiglu_kernel, N * -(-F // BLOCK), gate_up, rows, h, **_flags(F, factors))
-    return product(h, weight.t())
+    return product(h, weight.t()) if stream is None else product_onto(stream, h, weight.t())
 
 
 def _backward(dy: Tensor, gate_up: Tensor, weight: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -102,7 +105,7 @@ swiglu_backward = torch.library.custom_op("efla_kernels::swiglu_backward", _back
 
 
 @swiglu_linear.register_fake
-def _(gate_up, weight, factors):
+def _(gate_up, weight, factors, stream, link):
     return gate_up.new_empty(gate_up.shape[0], weight.shape[0])
 
 
@@ -112,12 +115,12 @@ def _(dy, gate_up, weight, factors):
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs[:3])
 
 
-def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     backward = swiglu_backward if traced() else _backward
-    return *backward(dy, *ctx.saved_tensors), None
+    return *backward(dy, *ctx.saved_tensors), None, None, dy if ctx.needs_input_grad[4] else None
 
 
 project = differentiable(swiglu_linear, _forward, _setup, _gradient)

@@ -1,0 +1,91 @@
+"""The stream between a norm and the maps that add to it: its gradients meet in the norm's backward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from efla_kernels import Stream, linear, norm_linear, swiglu_linear
+from torch import Tensor
+
+from tests.kernels.test_triton import HERE
+from tests.kernels.test_triton import run as interpreted
+
+EPS = 1e-3
+
+
+def leaves(dtype: torch.dtype, rows: tuple[int, ...] = (2, 9)) -> dict[str, Tensor]:
+    """h and the weights of two blocks' halves: 16 wide, 6 behind the first, 2 x 5 behind the second."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"h": (*rows, 16), "first": (6, 16), "back": (16, 6), "gate_up": (10, 16), "down": (16, 5)}
+    return {name: torch.randn(size, generator=generator).to(dtype).requires_grad_() for name, size in sizes.items()}
+
+
+def fused(x: dict[str, Tensor], backend: str) -> Tensor:
+    stream, (raw,), r, _ = norm_linear(x["h"], [x["first"]], eps=EPS, backend=backend)
+    h = linear((raw * r[..., None]).to(raw.dtype).tanh(), x["back"], onto=stream, backend=backend)
+    stream, (raw,), r, _ = norm_linear(h, [x["gate_up"]], eps=EPS, backend=backend)
+    return swiglu_linear(raw, x["down"], row_scale=r, onto=stream, backend=backend)
+
+
+def plain(x: dict[str, Tensor]) -> Tensor:
+    h = x["h"] + (F.rms_norm(x["h"], (16,), eps=EPS) @ x["first"].t()).tanh() @ x["back"].t()
+    gate, up = (F.rms_norm(h, (16,), eps=EPS) @ x["gate_up"].t()).chunk(2, -1)
+    return h + (F.silu(gate) * up) @ x["down"].t()
+
+
+@pytest.mark.parametrize("rows", [(2, 9), (1,), (3, 0)])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_two_blocks_against_float64(dtype: torch.dtype, bound: float, compiled: bool, rows: tuple[int, ...]) -> None:
+    run(dtype, bound, "torch", compiled, rows)
+
+
+def run(dtype: torch.dtype, bound: float, backend: str, compiled: bool, rows: tuple[int, ...]) -> None:
+    torch._dynamo.reset()
+    ours = leaves(dtype, rows)
+    wide = {name: x.detach().double().requires_grad_() for name, x in ours.items()}
+    y, expected = (torch.compile(fused, fullgraph=True) if compiled else fused)(ours, backend), plain(wide)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = [y, *torch.autograd.grad(y, list(ours.values()), dy)]
+    truth = [expected, *torch.autograd.grad(expected, list(wide.values()), dy.double())]
+    for got, x in zip(found, truth, strict=True):
+        assert got.dtype == dtype and got.shape == x.shape and (got - x).norm() <= bound * x.norm()
+
+
+def test_a_map_of_another_kind_adds_to_it_too() -> None:
+    """`plus` has the gradients of a sum, together with the norm's."""
+    x = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
+    weight, update = torch.randn(4, 16, dtype=torch.float64), torch.randn(3, 16, dtype=torch.float64)
+    stream, (raw,), r, _ = norm_linear(x, [weight], eps=EPS)
+    assert torch.equal(stream.plus(update), x + update)
+    got = torch.autograd.grad((stream.plus(update).sin().sum() + (raw * r[:, None]).sum()), x)
+    expected = torch.autograd.grad((x + update).sin().sum() + (F.rms_norm(x, (16,), eps=EPS) @ weight.t()).sum(), x)
+    torch.testing.assert_close(got, expected)
+
+
+def test_the_link_takes_no_memory() -> None:
+    stream = norm_linear(torch.randn(50, 64), [torch.randn(3, 64)], eps=EPS)[0]
+    assert stream.link.untyped_storage().nbytes() == 4 and not stream.link.any()
+
+
+def test_what_does_not_fit_is_named() -> None:
+    stream = Stream(torch.zeros(2, 4), torch.zeros(2, 4))
+    with pytest.raises(
+        ValueError, match=r"onto: expected a stream torch.float32 \[2, 3\], as the result, got .* \[2, 4\]"
+    ):
+        linear(torch.zeros(2, 5), torch.zeros(3, 5), onto=stream)
+    with pytest.raises(
+        ValueError, match=r"onto: expected a stream torch.float64 \[2, 4\], as the result, got torch.float32"
+    ):
+        swiglu_linear(torch.zeros(2, 6).double(), torch.zeros(4, 3).double(), onto=stream)
+
+
+@pytest.mark.timeout(300)
+def test_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    done = interpreted(
+        "-m", "pytest", str(HERE / "interpreted_stream.py"), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"
+    )
+    print(done.stdout[-4000:])
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
