@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from efla_kernels import cublaslt, linear, linear_cross_entropy, products
-from efla_kernels.products import add_product, product
+from efla_kernels.products import add_product, product, product_onto
 from torch import Tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -42,6 +42,8 @@ def test_against_float64(shape: tuple[int, int, int], transposed: tuple[bool, bo
     assert error(wide, 2 * expected) < bound
     add_product(got, a, b)
     assert error(got, 2 * expected) < 4e-3
+    x, before = got, got.clone()
+    assert error(product_onto(x, a, b), x.double() + expected) < 2.5e-3 and torch.equal(x, before)
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and not products._measured(0), reason="other algorithms there")
@@ -65,6 +67,21 @@ def test_an_algorithm_of_ours_runs(
     assert plan is not None and plan.algorithm == algorithm
     out = torch.empty(left[0], right[1], device="cuda", dtype=dtype)
     assert error(product(a, b, out=out), a.double() @ b.double()) < (3e-5 if dtype == torch.float32 else 2.5e-3)
+
+
+@pytest.mark.parametrize("shape", [(65536, 1024, 1024), (65536, 2816, 1024), (49152, 5632, 2048), (64, 1024, 1024)])
+def test_a_sum_is_not_copied_first(shape: tuple[int, int, int]) -> None:
+    """What is added to is read where it lies, also by the algorithm that torch chooses; nothing else is allocated but
+    the result and what the algorithm itself wants."""
+    M, K, N = shape
+    a, b, x = operand(M, K, False), operand(K, N, True), operand(M, N, False)
+    plan = products._plan(a, b, torch.bfloat16, x, apart=True)
+    assert plan is not None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = product_onto(x, a, b)
+    assert torch.cuda.max_memory_allocated() - before <= y.nbytes + plan.found.workspace + 1024
+    assert error(y, x.double() + a.double() @ b.double()) < 2.5e-3
 
 
 def test_operands_that_are_not_multiplied() -> None:
