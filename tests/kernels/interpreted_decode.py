@@ -76,7 +76,7 @@ def test_kernel_equals_the_layers_own_step(mixer: str) -> None:
 
     def projected(x: torch.Tensor) -> Projected:
         maps = layer.maps()
-        return Projected(tuple(f(x) for f in maps.wide), tuple(f(x) for f in maps.narrow))
+        return Projected(torch.zeros_like(x), tuple(f(x) for f in maps.wide), tuple(f(x) for f in maps.narrow))
 
     with torch.no_grad():
         layer(projected(hidden[:, :5]), SequenceInfo(2, 5, hidden.device), cache)
