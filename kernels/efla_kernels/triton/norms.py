@@ -10,7 +10,8 @@ from torch import Tensor
 from efla_kernels.triton.arguments import power_of_two
 from efla_kernels.triton.dispatch import launch
 
-TILE, TILE_WITH_GATES = (32, 128), (64, 128)  # rows and columns of `norm_kernel`; 64 rows: Hopper's wide products
+TILE, MOST_COLUMNS = 4096, 1024  # numbers and columns of a tile of `norm_kernel`
+TILE_WITH_GATES = (64, 128)  # its rows and columns there: 64 rows are what Hopper's wide products take
 LEAST_GATES = 16  # columns of its product
 PER_WARP = 1024  # numbers of each tensor that a warp of the other kernels holds
 
@@ -141,11 +142,11 @@ def norm_factors(h: Tensor, narrow: Tensor | None, eps: float) -> tuple[Tensor, 
     (N, D), G = h.shape, 0 if narrow is None else narrow.shape[0]
     h = h.contiguous()
     r, logits = h.new_empty(N, dtype=torch.float32), h.new_empty((N, G) if G else 0)
-    rows, columns = TILE_WITH_GATES if G else TILE
+    columns = min(TILE_WITH_GATES[1] if G else MOST_COLUMNS, power_of_two(max(D, 16)))
+    rows = TILE_WITH_GATES[0] if G else TILE // columns
     launch(
         norm_kernel, -(-N // rows), h, h if narrow is None else narrow.contiguous(), r, logits, N, eps, D=D, G=G,
-        GATES=max(LEAST_GATES, power_of_two(max(G, 1))), ROWS=rows, BLOCK=min(columns, power_of_two(max(D, 16))),
-        num_warps=4,
+        GATES=max(LEAST_GATES, power_of_two(max(G, 1))), ROWS=rows, BLOCK=columns, num_warps=4,
     )  # fmt: skip
     return r, logits
 
