@@ -60,4 +60,4 @@ def swiglu_linear(
         else:  # the interpreter rounds to 16 bits by truncation: nothing of 16 bits reaches it
             wide = (None if t is None else t.float() for t in stream)
             y = project(rows.float(), weight.float(), factors, *wide).to(gate_up.dtype)
-        return torch.ops.aten._unsafe_view(y, [*gate_up.shape[:-1], weight.shape[0]])  # see `norm_linear`
+        return torch.ops.aten._unsafe_view(y, [*gate_up.shape[:-1], weight.shape[0]])  # see `linear`

@@ -34,7 +34,8 @@ def linear(x: Tensor, weight: Tensor, *, onto: Stream | None = None, backend: st
         y = F.linear(x, weight)
         return y if onto is None else onto.plus(y)
     y = _linear(x.reshape(-1, x.shape[-1]), weight, *((None, None) if onto is None else onto.rows()))
-    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])  # see `norm_linear`
+    # no view to autograd: blocks return it, and FSDP warns of views
+    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
 
 
 def _forward(x: Tensor, weight: Tensor, h: Tensor | None, link: Tensor | None) -> Tensor:
