@@ -142,7 +142,7 @@ def plus(stream: Tensor | Stream, update: Tensor) -> Tensor:
 def added(stream: Tensor | Stream, linear: nn.Module, x: Tensor, backend: str = "auto") -> Tensor:
     """stream + `linear` of x."""
     if isinstance(stream, Stream) and is_bare(linear, x):
-        return efla_kernels.linear(x, linear.weight.to(x.dtype), onto=stream, backend=backend)  # type: ignore[operator]
+        return efla_kernels.linear(x, linear.weight.to(x.dtype), onto=stream, backend=backend)  # type: ignore[arg-type]
     return plus(stream, linear(x))
 
 
