@@ -198,6 +198,7 @@ def test_linear_and_its_gradients(monkeypatch: pytest.MonkeyPatch, backend: str,
     results = []
     for call in (lambda: linear(x, weight, backend=backend), lambda: F.linear(x, weight)):
         y = call()
+        assert y.shape == (2, 3, 5) and not y._is_view()  # FSDP warns of views among a block's results
         results.append((y, *torch.autograd.grad(y, [z for z in (x, weight) if z.requires_grad], dy)))
     for got, expected in zip(*results, strict=True):
         assert got.shape == expected.shape and torch.allclose(got, expected, atol=1e-6)
