@@ -65,6 +65,20 @@ def test_a_map_of_another_kind_adds_to_it_too() -> None:
     torch.testing.assert_close(got, expected)
 
 
+def test_a_tensor_is_added_to_as_a_stream_is() -> None:
+    """Where h is not behind a norm of ours: the same sums, and the gradients of sums."""
+    x = leaves(torch.float64)
+    back, y = x["back"], torch.randn(2, 9, 10, dtype=torch.float64)
+    r = torch.rand(2, 9, dtype=torch.float64)
+    stream = norm_linear(x["h"], [x["first"]], eps=EPS)[0]
+    for call in (
+        lambda h: linear(y[..., :6], back, onto=h), lambda h: swiglu_linear(y, x["down"], row_scale=r, onto=h)
+    ):  # fmt: skip
+        got = call(x["h"])
+        torch.testing.assert_close(got, call(stream))
+        assert torch.equal(torch.autograd.grad(got, x["h"], torch.ones_like(got))[0], torch.ones_like(got))
+
+
 def test_the_link_takes_no_memory() -> None:
     stream = norm_linear(torch.randn(50, 64), [torch.randn(3, 64)], eps=EPS)[0]
     assert stream.link.untyped_storage().nbytes() == 4 and not stream.link.any()
