@@ -9,7 +9,6 @@ from __future__ import annotations
 import efla_kernels
 import torch
 import torch.nn.functional as F
-from efla_kernels import Stream
 from torch import Tensor, nn
 
 from efla_lm.models.norms import Linear, Maps, Projected, is_bare, plus
@@ -36,9 +35,7 @@ class SwiGLU(nn.Module):
             gate, up = projected.scaled(gate_up).chunk(2, dim=-1)
             return plus(stream, self.down_proj(F.silu(gate) * up))
         weight, scale = self.down_proj.weight.to(gate_up.dtype), projected.scale
-        if isinstance(stream, Stream):
-            return efla_kernels.swiglu_linear(gate_up, weight, row_scale=scale, onto=stream, backend=self.backend)
-        return stream + efla_kernels.swiglu_linear(gate_up, weight, row_scale=scale, backend=self.backend)
+        return efla_kernels.swiglu_linear(gate_up, weight, row_scale=scale, onto=stream, backend=self.backend)
 
 
 class ShortConvolution(nn.Module):

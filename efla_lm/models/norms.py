@@ -142,7 +142,7 @@ def plus(stream: Tensor | Stream, update: Tensor) -> Tensor:
 def added(stream: Tensor | Stream, linear: nn.Module, x: Tensor, backend: str = "auto") -> Tensor:
     """stream + `linear` of x."""
     if isinstance(stream, Stream) and is_bare(linear, x):
-        return efla_kernels.linear(x, linear.weight.to(x.dtype), onto=stream, backend=backend)  # type: ignore[operator]
+        return efla_kernels.linear(x, linear.weight.to(x.dtype), onto=stream, backend=backend)  # type: ignore[arg-type]
     return plus(stream, linear(x))
 
 
@@ -171,9 +171,7 @@ def project_back(
     if not _folds(norm, [linear], x):
         return plus(stream, linear(norm(x, *gate).flatten(2)))
     y, weight = norm.unweighted(x, *gate).flatten(2), _folded(norm, linear, x.dtype)
-    if isinstance(stream, Stream):
-        return efla_kernels.linear(y, weight, onto=stream, backend=norm.backend)
-    return stream + efla_kernels.linear(y, weight, backend=norm.backend)
+    return efla_kernels.linear(y, weight, onto=stream, backend=norm.backend)
 
 
 def _folds(norm: RMSNorm | GatedRMSNorm, linears: Sequence[nn.Module], x: Tensor) -> bool:

@@ -17,15 +17,16 @@ def swiglu_linear(
     weight: Tensor,
     *,
     row_scale: Tensor | None = None,
-    onto: Stream | None = None,
+    onto: Tensor | Stream | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """y = (silu(r gate) * (r up)) W^T, or h + y for h = onto, of gate_up [..., 2F] = (gate, up) and W [D, F].
 
     r is row_scale [...], fp32 or fp64, one factor for each row, 1 without: that of an RMS norm whose product was taken
     of the rows as they were. It counts as a constant and gets no gradient; gate_up's has the factor in it. One dtype
-    for gate_up, W and h, which is the result's [..., D], under autocast too. The kernels, where `layer_backend` chooses
-    them, compute the activation of 16-bit inputs in fp32 and keep their inputs alone for the backward pass.
+    for gate_up, W and h, which is the result's [..., D], under autocast too; a `Stream` is added as the product is
+    written, a tensor behind it. The kernels, where `layer_backend` chooses them, compute the activation of 16-bit
+    inputs in fp32 and keep their inputs alone for the backward pass.
     Raises ValueError for dtypes that differ or are not floating point, or for shapes that do not fit.
     """
     if gate_up.dim() < 1 or gate_up.shape[-1] % 2 or not gate_up.is_floating_point():
@@ -41,6 +42,8 @@ def swiglu_linear(
             f"row_scale: expected torch.float32 {list(gate_up.shape[:-1])}, one factor for each row of gate_up, got "
             f"{row_scale.dtype} {list(row_scale.shape)}"
         )
+    if isinstance(onto, Tensor):
+        return onto + swiglu_linear(gate_up, weight, row_scale=row_scale, backend=backend)
     if onto is not None:
         onto.check(gate_up, weight.shape[0])
     with torch.autocast(gate_up.device.type, enabled=False):  # the product has its operands' dtype, forward and back
@@ -60,4 +63,4 @@ def swiglu_linear(
         else:  # the interpreter rounds to 16 bits by truncation: nothing of 16 bits reaches it
             wide = (None if t is None else t.float() for t in stream)
             y = project(rows.float(), weight.float(), factors, *wide).to(gate_up.dtype)
-        return torch.ops.aten._unsafe_view(y, [*gate_up.shape[:-1], weight.shape[0]])  # see `norm_linear`
+        return torch.ops.aten._unsafe_view(y, [*gate_up.shape[:-1], weight.shape[0]])  # see `linear`

@@ -15,10 +15,10 @@ from efla_kernels.stream import Stream
 from efla_kernels.triton.eager import differentiable, traced
 
 
-def linear(x: Tensor, weight: Tensor, *, onto: Stream | None = None, backend: str = "auto") -> Tensor:
+def linear(x: Tensor, weight: Tensor, *, onto: Tensor | Stream | None = None, backend: str = "auto") -> Tensor:
     """y = x W^T, or h + x W^T for h = onto, of x [..., I] and W [O, I]; returns [..., O].
 
-    dx = dy W, dW = dy^T x, dh = dy.
+    dx = dy W, dW = dy^T x, dh = dy. A `Stream` is added as the product is written, a tensor behind it.
 
     torch.nn.functional.linear, and nothing else under autocast or where `layer_backend` does not choose the kernels.
     Raises ValueError for dtypes that differ or for shapes that do not fit.
@@ -28,13 +28,16 @@ def linear(x: Tensor, weight: Tensor, *, onto: Stream | None = None, backend: st
             f"weight: expected {x.dtype} [O, I] for x [..., I] of {list(x.shape)}, got {weight.dtype} "
             f"{list(weight.shape)}"
         )
+    if isinstance(onto, Tensor):
+        return onto + linear(x, weight, backend=backend)
     if onto is not None:
         onto.check(x, weight.shape[0])
     if layer_backend(backend, x) == "torch" or torch.is_autocast_enabled(x.device.type):
         y = F.linear(x, weight)
         return y if onto is None else onto.plus(y)
     y = _linear(x.reshape(-1, x.shape[-1]), weight, *((None, None) if onto is None else onto.rows()))
-    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])  # see `norm_linear`
+    # no view to autograd: blocks return it, and FSDP warns of views
+    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
 
 
 def _forward(x: Tensor, weight: Tensor, h: Tensor | None, link: Tensor | None) -> Tensor:

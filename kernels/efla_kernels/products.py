@@ -76,7 +76,7 @@ def _plan(
     if left is None or right is None:
         return None
     result = Matrix(left.shape[0], right.shape[1], right.shape[1], transposed=False)
-    if out is not None and cublaslt.matrix(out) != result:
+    if out is not None and (out.device != a.device or cublaslt.matrix(out) != result):
         return None
     choice = preferred if not apart else preferred_or_first if measured else first
     return cublaslt.choose(left, right, dtype, device, choice)

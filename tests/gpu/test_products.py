@@ -92,6 +92,9 @@ def test_operands_that_are_not_multiplied() -> None:
     for bad in (weight.float(), weight.half(), weight.cpu()):
         with pytest.raises(RuntimeError):
             product(x, bad)
+    for bad in (x.float(), x.cpu(), x[:8]):
+        with pytest.raises(RuntimeError):
+            product_onto(bad, x, weight)
     with pytest.raises(RuntimeError):
         linear_cross_entropy(x, weight.float(), torch.zeros(4096, dtype=torch.int64, device="cuda"))
 

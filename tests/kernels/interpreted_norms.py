@@ -11,7 +11,7 @@ from tests.kernels.test_norms import EPS, SHAPES, Shape, case, check, check_unit
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("shape", [*SHAPES, Shape((70,), 1030, (3,), 8)])
+@pytest.mark.parametrize("shape", [*SHAPES, Shape((70,), 1030, (3,), 8), Shape((5,), 1030, (3,), 0)])
 def test_kernels_against_float64(shape: Shape, dtype: torch.dtype, bound: float) -> None:
     """16-bit inputs are up-cast: the interpreter multiplies bf16 as bit patterns."""
     leaves, slopes = case(shape, dtype)

@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match="expected one or two matrices"):
         norm_linear(x, [torch.zeros(3, 4)] * 3, eps=EPS)
     with pytest.raises(ValueError, match=r"\[\.\.\., D\], got torch.int64"):
-        norm_linear(x.long(), None, [torch.zeros(3, 4)], eps=EPS)
+        norm_linear(x.long(), [torch.zeros(3, 4)], eps=EPS)
     with pytest.raises(ValueError, match=r"\[\.\.\., D\], got torch.int64"):
         unit_rms_norm(x.long(), eps=EPS)
     assert norm_linear(x[:0], [torch.zeros(3, 4)], eps=EPS)[1][0].shape == (0, 3)

@@ -114,10 +114,12 @@ def test_what_does_not_fit_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> 
         assert products._plan(good, bad, dtype) is None and products._plan(bad, good, dtype) is None
     assert products._plan(good, torch.zeros(8, 8, dtype=dtype), dtype) is None  # of the CPU
     assert products._plan(on_gpu(device=1), on_gpu(device=1), dtype) is None
-    assert products._plan(good, good, dtype, on_gpu(offset=128)) is None
+    for bad in (on_gpu(offset=128), on_gpu(device=1), torch.zeros(8, 8, dtype=dtype)):
+        assert products._plan(good, good, dtype, bad) is None
     for shape, strides in (((8, 8), (16, 1)), ((8, 8), (1, 8)), ((4, 8), (8, 1)), ((8, 16), (16, 1))):
         out = torch.empty(1024, dtype=dtype)[-128:].as_strided(shape, strides)
-        out = SimpleNamespace(shape=shape, numel=out.numel, stride=out.stride, t=out.t, data_ptr=lambda: 4096)
+        lies = {"device": good.device, "data_ptr": lambda: 4096}
+        out = SimpleNamespace(shape=shape, numel=out.numel, stride=out.stride, t=out.t, **lies)
         assert products._plan(good, good, dtype, out) is None  # it would be written as if it were [8, 8], row by row
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # whose graphs hold torch's products
     assert products._plan(good, good, dtype) is None
@@ -130,6 +132,21 @@ def test_backend_torch_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [torch.randn(4, 8, requires_grad=True), torch.randn(2, 8, requires_grad=True)]
     _, raws, _, _ = norm_linear(x, weights, eps=1e-6, backend="torch")
     torch.autograd.grad(raws[0].sum() + raws[1].sum(), [x, *weights])
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_sum_apart_has_a_plan_on_every_gpu(monkeypatch: pytest.MonkeyPatch, measured: bool) -> None:
+    """By the preferred algorithm where those were measured, else by the first that is offered, which torch takes."""
+    monkeypatch.setattr(products, "_measured", lambda device: measured)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cublaslt, "choose", lambda *arguments: arguments[-1])
+    x, dtype = on_gpu(), torch.bfloat16
+    assert products._plan(x, x, dtype) is (preferred if measured else None)
+    choice = products._plan(x, x, dtype, x, apart=True)
+    others, ours = [Algorithm(24, 7, 1), Algorithm(29, 3, 1)], products.TILES_128_160
+    sizes = of(65536, 1024, 1024)
+    assert choice(*sizes, [*others, ours]) == (2 if measured else 0)  # type: ignore[operator]
+    assert choice(*sizes, others) == 0 and choice(*sizes, []) is None  # type: ignore[operator]
 
 
 def of(M: int, K: int, N: int, transposed: bool = False) -> tuple[Matrix, Matrix]:
@@ -181,6 +198,7 @@ def test_linear_and_its_gradients(monkeypatch: pytest.MonkeyPatch, backend: str,
     results = []
     for call in (lambda: linear(x, weight, backend=backend), lambda: F.linear(x, weight)):
         y = call()
+        assert y.shape == (2, 3, 5) and not y._is_view()  # FSDP warns of views among a block's results
         results.append((y, *torch.autograd.grad(y, [z for z in (x, weight) if z.requires_grad], dy)))
     for got, expected in zip(*results, strict=True):
         assert got.shape == expected.shape and torch.allclose(got, expected, atol=1e-6)

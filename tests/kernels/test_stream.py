@@ -46,6 +46,7 @@ def run(dtype: torch.dtype, bound: float, backend: str, compiled: bool, rows: tu
     ours = leaves(dtype, rows)
     wide = {name: x.detach().double().requires_grad_() for name, x in ours.items()}
     y, expected = (torch.compile(fused, fullgraph=True) if compiled else fused)(ours, backend), plain(wide)
+    assert not y._is_view()  # FSDP warns of views among a block's results
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     found = [y, *torch.autograd.grad(y, list(ours.values()), dy)]
     truth = [expected, *torch.autograd.grad(expected, list(wide.values()), dy.double())]
@@ -62,6 +63,20 @@ def test_a_map_of_another_kind_adds_to_it_too() -> None:
     got = torch.autograd.grad((stream.plus(update).sin().sum() + (raw * r[:, None]).sum()), x)
     expected = torch.autograd.grad((x + update).sin().sum() + (F.rms_norm(x, (16,), eps=EPS) @ weight.t()).sum(), x)
     torch.testing.assert_close(got, expected)
+
+
+def test_a_tensor_is_added_to_as_a_stream_is() -> None:
+    """Where h is not behind a norm of ours: the same sums, and the gradients of sums."""
+    x = leaves(torch.float64)
+    back, y = x["back"], torch.randn(2, 9, 10, dtype=torch.float64)
+    r = torch.rand(2, 9, dtype=torch.float64)
+    stream = norm_linear(x["h"], [x["first"]], eps=EPS)[0]
+    for call in (
+        lambda h: linear(y[..., :6], back, onto=h), lambda h: swiglu_linear(y, x["down"], row_scale=r, onto=h)
+    ):  # fmt: skip
+        got = call(x["h"])
+        torch.testing.assert_close(got, call(stream))
+        assert torch.equal(torch.autograd.grad(got, x["h"], torch.ones_like(got))[0], torch.ones_like(got))
 
 
 def test_the_link_takes_no_memory() -> None:

@@ -81,6 +81,27 @@ def test_modules_with_hooks_are_called(mixer: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("mixer", MODELS)
+@pytest.mark.parametrize("called", ["none", "readers", "adders"])
+def test_one_side_of_the_stream_is_called(mixer: str, called: str) -> None:
+    """The maps that read the stream, or those that add to it, while the others are used by their weights: gradients,
+    those of hidden states too, are what they are where all are called."""
+    model, ids = tiny_model(mixer), tokens(2, 9)
+    modules = {name: x for name, x in model.model.layers.named_modules() if isinstance(x, Linear | RMSNorm)}
+    adders = {x for name, x in modules.items() if name.endswith(("o_proj", "out_proj", "down_proj"))}
+    readers = set(modules.values()) - adders
+    found = []
+    for hooked in ({"none": set(), "readers": readers, "adders": adders}[called], readers | adders):
+        handles = [module.register_forward_hook(lambda *_: None) for module in hooked]
+        output = model(ids, targets=ids, output_hidden_states=True)
+        loss = output.loss + sum(x.sin().sum() for x in output.hidden_states)
+        found.append(torch.autograd.grad(loss, [*output.hidden_states, *model.parameters()]))
+        for handle in handles:
+            handle.remove()
+    for got, expected in zip(*found, strict=True):
+        assert (got - expected).norm() <= 2e-4 * expected.norm()  # sums of gates in fp32
+
+
+@pytest.mark.parametrize("mixer", MODELS)
 def test_pruned_maps(mixer: str) -> None:
     """Pruning makes a map's weight in a hook: a second update must see the first one's, and the mask."""
     model, ids = tiny_model(mixer), tokens(2, 9)

@@ -118,8 +118,7 @@ def test_masters_must_be_fp32(world: distributed.World) -> None:
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_no_sharded_block_returns_a_view(world: distributed.World, checkpointed: bool, mixer: str, mlp: bool) -> None:
-    """FSDP warns of them, since one that is changed in place loses its hook; the first block adds nothing to its
-    input, nor does any where the sums are taken before."""
+    """FSDP warns of them, since one that is changed in place loses its hook."""
     model, batch = sharded(world, "fp32", mixer=mixer, mlp=mlp), ragged_batch()
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
