@@ -141,17 +141,17 @@ class EflaModel(EflaPreTrainedModel):
         cache = self._resolve_cache(cache, use_cache, info)
         if self.config.mixer == "attention":
             info = info.for_attention(self.config.head_dim, self.config.rope_theta)
-        collected = [hidden]
+        collected = [hidden] if output_hidden_states else None
         for index, block in enumerate(self.layers):
             hidden = block(hidden, info, None if cache is None else cache.layers[index])
-            if output_hidden_states:
+            if collected is not None:
                 collected.append(hidden)
         if cache is not None:
             cache.advance(length, info.mask)
         output = EflaOutput(
             last_hidden_state=self.norm(hidden),
             cache=cache,
-            hidden_states=tuple(collected) if output_hidden_states else None,
+            hidden_states=None if collected is None else tuple(collected),
         )
         return output if return_dict is not False else output.to_tuple()
 
