@@ -167,7 +167,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
             for s in found:
                 drawn[s] += 1
         axis.set(title=f"{size}, {result['environment']['gpu'] or 'CPU'}", ylabel="thousand tokens/s of each GPU")
-        axis.set_xticks(range(len(shapes)), [s.replace(", ", "\n") for s in shapes])
+        axis.set_xticks(range(len(shapes)), [s.replace(", ", "\n").replace("GPUs ", "GPUs\n") for s in shapes])
         axis.grid(axis="y", alpha=0.3)
         axis.set_axisbelow(True)
         axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
