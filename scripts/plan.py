@@ -42,24 +42,25 @@ def lines(found: Forecast, settings: PlanSettings) -> dict[str, str]:
     usable = (1 - settings.margin) * device.memory_gib
     parts = ", ".join(f"{name} {gib:.2f}" for name, gib in found.memory.parts_gib().items())
     verdict = "fits" if found.fits else "DOES NOT FIT"
-    efficiency = f" x {settings.efficiency:g} beside others (assumed)" if found.gpus > 1 else ""
+    devices, one = f"{found.gpus} GPU{'s' * (found.gpus > 1)}", f"{found.speed.tokens_per_second:,.0f}"
+    together = f" = {found.gpus} x {one} x {settings.efficiency:g} (efficiency=, assumed)" if found.gpus > 1 else ""
     if found.largest_micro_batch is None or found.largest_memory is None:
         largest = "none: not even one window fits; more GPUs to share the state, or train.activation_checkpointing=full"
     else:
         tokens = found.largest_micro_batch * budget.context
         largest = f"{found.largest_micro_batch} windows = {tokens:,} tokens, {found.largest_memory.peak_gib:.1f} GiB"
-    cut = f"{found.gpus} GPU(s) x {budget.micro_steps} micro x {budget.micro_batch} windows of {budget.context}"
+    cut = f"{devices} x {budget.micro_steps} micro-batches x {budget.micro_batch} windows of {budget.context:,} tokens"
     report = {
         "parameters": f"{found.parameters:,}",
         "recipe": f"{budget.steps:,} updates of {budget.batch_tokens:,} = {budget.total_tokens:,} tokens",
         "batch": cut,
-        "device": f"{found.gpus} x {found.gpu}, {found.shards} share(s) one copy of weights and optimiser",
-        "memory per device": f"{found.memory.peak_gib:.1f} GiB at the peak, of {usable:.1f} usable: {verdict}",
+        "device": f"{found.gpus} x {found.gpu}, one copy of weights and optimiser for every {found.shards}",
+        "memory per device": f"{found.memory.peak_gib:.1f} GiB at the peak, of {usable:.1f} (margin={settings.margin:g} left free): {verdict}",
         "  of it, GiB": parts,
         "activation checkpointing": found.keeping,
         "largest micro-batch that fits": largest,
-        "tokens/s of a device": f"{found.speed.tokens_per_second:,.0f} ({found.speed.source})",
-        "tokens/s": f"{time.tokens_per_second:,.0f}{efficiency}",
+        "tokens/s of a device": f"{one} ({found.speed.source})",
+        "tokens/s": f"{time.tokens_per_second:,.0f}{together}",
         "time": f"{clock(time.seconds)} = {time.days:.2f} days",
         "GPU-hours": f"{time.gpu_hours:,.0f}",
     }
