@@ -39,7 +39,7 @@ def lines(found: Forecast, settings: PlanSettings) -> dict[str, str]:
     """What the table says."""
     budget, time = found.budget, found.duration
     device = cost.GPUS[found.gpu]
-    usable = (1 - settings.margin) * device.memory_gib
+    free = f"{(1 - settings.margin) * device.memory_gib:.1f} (margin={settings.margin:g} left free)"
     parts = ", ".join(f"{name} {gib:.2f}" for name, gib in found.memory.parts_gib().items())
     verdict = "fits" if found.fits else "DOES NOT FIT"
     devices, one = f"{found.gpus} GPU{'s' * (found.gpus > 1)}", f"{found.speed.tokens_per_second:,.0f}"
@@ -55,7 +55,7 @@ def lines(found: Forecast, settings: PlanSettings) -> dict[str, str]:
         "recipe": f"{budget.steps:,} updates of {budget.batch_tokens:,} = {budget.total_tokens:,} tokens",
         "batch": cut,
         "device": f"{found.gpus} x {found.gpu}, one copy of weights and optimiser for every {found.shards}",
-        "memory per device": f"{found.memory.peak_gib:.1f} GiB at the peak, of {usable:.1f} (margin={settings.margin:g} left free): {verdict}",
+        "memory per device": f"{found.memory.peak_gib:.1f} GiB at the peak, of {free}: {verdict}",
         "  of it, GiB": parts,
         "activation checkpointing": found.keeping,
         "largest micro-batch that fits": largest,
