@@ -104,12 +104,12 @@ def preferred(left: Matrix, right: Matrix, offered: list[Algorithm]) -> int | No
 
 
 def first(left: Matrix, right: Matrix, offered: list[Algorithm]) -> int | None:
-    """torch's own choice, by its place."""
+    """What the heuristics like best, which torch follows."""
     return 0 if offered else None
 
 
 def preferred_or_first(left: Matrix, right: Matrix, offered: list[Algorithm]) -> int | None:
-    """The preferred algorithm, else torch's own choice."""
+    """The preferred algorithm, else what the heuristics like best."""
     index = preferred(left, right, offered)
     return first(left, right, offered) if index is None else index
 

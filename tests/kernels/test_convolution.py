@@ -8,7 +8,7 @@ from efla_kernels import convolution_state, short_convolution
 from efla_kernels.convolution import convolution_backend
 from efla_kernels.selftest_layers import CONVOLUTIONS
 
-from tests.kernels.test_triton import HERE, run
+from tests.kernels.interpreter import expect_passes
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
@@ -74,9 +74,4 @@ def test_a_cpu_takes_pytorch_whatever_the_backend() -> None:
 
 @pytest.mark.timeout(300)
 def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    done = run(
-        "-m", "pytest", str(HERE / "interpreted_convolution.py"), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"
-    )
-    print(done.stdout[-4000:])
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    expect_passes("interpreted_convolution")

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from efla_kernels.last import CHUNK, RULES, last_weights
 
+from tests.kernels.interpreter import expect_passes
 from tests.kernels.last_cases import inputs, worst_error
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("tokens", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5])
@@ -57,8 +51,4 @@ def test_errors() -> None:
 
 @pytest.mark.timeout(300)
 def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    settings = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "tests/kernels/interpreted_last.py", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env={**os.environ, **settings}, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    expect_passes("interpreted_last")

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from efla_kernels import linear_cross_entropy
 from efla_kernels.loss import logit_rows
 
-HERE = Path(__file__).parent
+from tests.kernels.interpreter import expect_passes
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
@@ -44,11 +39,4 @@ def test_rows_follow_the_tokens() -> None:
 
 @pytest.mark.timeout(300)
 def test_fused_form_in_the_interpreter() -> None:
-    """In a process of its own: Triton decides at its import whether it interprets."""
-    pytest.importorskip("triton")
-    root = HERE.parents[1]
-    folders = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": folders}
-    command = [sys.executable, "-m", "pytest", str(HERE / "interpreted_loss.py"), "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, "-p", "no:xdist"], env=environment, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    expect_passes("interpreted_loss")

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from efla_kernels import Stream, linear, norm_linear, swiglu_linear
 from torch import Tensor
 
-from tests.kernels.test_triton import HERE
-from tests.kernels.test_triton import run as interpreted
+from tests.kernels.interpreter import expect_passes
 
 EPS = 1e-3
 
@@ -98,9 +97,4 @@ def test_what_does_not_fit_is_named() -> None:
 
 @pytest.mark.timeout(300)
 def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    done = interpreted(
-        "-m", "pytest", str(HERE / "interpreted_stream.py"), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"
-    )
-    print(done.stdout[-4000:])
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    expect_passes("interpreted_stream")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from efla_kernels import swiglu_linear
 from torch import Tensor
 
-from tests.kernels.test_triton import HERE, run
+from tests.kernels.interpreter import expect_passes
 
 SHAPES = [(3, 40), (2, 3, 2 * 1030), (1, 2), (2, 2 * 7), (6,), (2, 2 * 1023), (5, 2 * 1024)]
 OUTPUTS = 7
@@ -99,7 +99,4 @@ def test_what_does_not_fit_is_named() -> None:
 
 @pytest.mark.timeout(300)
 def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    done = run("-m", "pytest", str(HERE / "interpreted_swiglu.py"), "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
-    print(done.stdout[-4000:])
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    expect_passes("interpreted_swiglu")

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.kernels.interpreter import expect_passes, run
+
 pytest.importorskip("triton")
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    folders = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    settings = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(folders)}
-    return subprocess.run(
-        [sys.executable, *arguments], env={**os.environ, **settings}, cwd=ROOT, capture_output=True, text=True
-    )
 
 
 @pytest.mark.timeout(600)
@@ -28,9 +17,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     ["interpreted", "interpreted_gradient", "interpreted_decode", "interpreted_ssd", "interpreted_ssd_model"],
 )
 def test_kernels_in_the_interpreter(kernels: str) -> None:
-    done = run("-m", "pytest", str(HERE / f"{kernels}.py"), "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
-    print(done.stdout[-4000:])
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    expect_passes(kernels)
 
 
 @pytest.mark.timeout(300)
