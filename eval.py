@@ -20,13 +20,13 @@ def main(settings: EvalSettings) -> int:
 
     Exit code 1 if a task could not be run; the others are still reported.
     """
-    from efla_lm.evaluation.carried import check_recurrent
     from efla_lm.evaluation.harness import HarnessLM
     from efla_lm.evaluation.runner import load_tasks, run_tasks
     from efla_lm.evaluation.scoring import Scorer
     from efla_lm.evaluation.tasks import describe_missing
     from efla_lm.evaluation.tokens import TokenPolicy
-    from efla_lm.training import distributed
+    from efla_lm.evaluation.whole_documents import check_recurrent
+    from efla_lm.parallel import distributed
 
     started = time.time()
     settings.check()

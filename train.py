@@ -11,27 +11,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from efla_data.loader import SequentialLoader, WindowLoader
+from efla_data.loader.batches import SequentialLoader, WindowLoader
 from torch.optim import AdamW
 
 from efla_lm.models import EflaConfig, EflaForCausalLM, flops_per_token
+from efla_lm.parallel.cuda_graphs import GraphedPasses, release
+from efla_lm.parallel.distributed import World, build_mesh, finish, start
+from efla_lm.parallel.signals import Agreement, Interruption, StopAsked
+from efla_lm.run.batch_log import BatchLog
+from efla_lm.run.checkpoint import CheckpointMeta, load_checkpoint
+from efla_lm.run.directory import RunDirectory, open_run
+from efla_lm.run.export import export_checkpoint
+from efla_lm.run.metrics import MetricsWriter, read_rows
+from efla_lm.run.progress import Progress, banner
+from efla_lm.run.save import save_checkpoint
 from efla_lm.settings import TrainSettings, entry, to_dict
 from efla_lm.training import build, corpus, schedule
-from efla_lm.training.batch_log import BatchLog
-from efla_lm.training.budget import Budget, plan_budget
-from efla_lm.training.checkpoint import CheckpointMeta, load_checkpoint
-from efla_lm.training.distributed import World, build_mesh, finish, start
-from efla_lm.training.export import export_checkpoint
-from efla_lm.training.graphs import GraphedPasses, release
-from efla_lm.training.metrics import MetricsWriter, read_rows
+from efla_lm.training.batch_plan import Budget, plan_budget
+from efla_lm.training.meter import Meter
 from efla_lm.training.optim import build_optimizer, set_learning_rate
 from efla_lm.training.profile import RunProfile
-from efla_lm.training.progress import Progress, banner
-from efla_lm.training.run_dir import RunDirectory, open_run
-from efla_lm.training.save import save_checkpoint
-from efla_lm.training.signals import Agreement, Interruption, StopAsked
 from efla_lm.training.step import Passes, Verdicts, update
-from efla_lm.training.throughput import Meter
 from efla_lm.training.validate import validate
 
 if TYPE_CHECKING:

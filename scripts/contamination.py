@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from efla_data.contamination import contamination_report
-from efla_data.prepare import available_cores
+from efla_data.corpus.contamination import contamination_report
+from efla_data.corpus.prepare import available_cores
 
 from efla_lm.errors import UserError
 from efla_lm.settings import PATH, DataSettings, check_output, entry, key

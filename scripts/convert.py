@@ -19,10 +19,10 @@ from efla_lm.errors import UserError
 from efla_lm.evaluation.checkpoints import find
 from efla_lm.models import EflaConfig, EflaForCausalLM
 from efla_lm.models.conversion import LAYOUTS, from_layout, to_layout
+from efla_lm.run.checkpoint import tokenizer_dir
+from efla_lm.run.export import load_model, whole_folder
 from efla_lm.settings import entry
 from efla_lm.settings.fields import MISSING, PATH, key
-from efla_lm.training.checkpoint import tokenizer_dir
-from efla_lm.training.export import load_model, whole_folder
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 

@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from efla_data.loader import WindowLoader
-from efla_data.sources import find_files
-from efla_data.token_file import TokenFile
-from efla_data.windows import StreamWindows
-from efla_data.workers import worker_environment
+from efla_data.corpus.sources import find_files
+from efla_data.corpus.workers import worker_environment
+from efla_data.loader.batches import WindowLoader
+from efla_data.loader.sequences import StreamWindows
+from efla_data.loader.token_file import TokenFile
 from efla_kernels.environment import commit
 
 from efla_lm.errors import UserError
@@ -31,8 +31,8 @@ from scripts.prepare import make_recipe
 # Each runs in a process of its own and prints what it used: processor seconds, peak memory, tokens.
 PREPARE = """
 import json, resource, sys, time
-from efla_data.prepare import prepare
-from efla_data.recipe import Recipe
+from efla_data.corpus.prepare import prepare
+from efla_data.corpus.recipe import Recipe
 start = time.monotonic()
 manifest = prepare(Recipe(**json.loads(sys.argv[1])), sys.argv[2], processes=1)
 used = resource.getrusage(resource.RUSAGE_SELF)
@@ -60,9 +60,9 @@ print(json.dumps([seconds, wall, used.ru_maxrss / 2**20, tokens]))
 """
 READ = """
 import json, sys, time
-from efla_data.loader import WindowLoader
-from efla_data.token_file import TokenFile
-from efla_data.windows import StreamWindows
+from efla_data.loader.batches import WindowLoader
+from efla_data.loader.token_file import TokenFile
+from efla_data.loader.sequences import StreamWindows
 folder, context, micro_batch, rank, ranks, seconds = json.loads(sys.argv[1])
 windows = StreamWindows(TokenFile.open(folder), context)
 loader = WindowLoader(windows, micro_batch * ranks, micro_batch, rank, ranks, seed=1)

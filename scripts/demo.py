@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from efla_data.statistics import uniform_entropy, unigram_entropy
-from efla_data.token_file import TokenFile
+from efla_data.corpus.statistics import uniform_entropy, unigram_entropy
+from efla_data.loader.token_file import TokenFile
 from rich.console import Console
 from rich.table import Table
 

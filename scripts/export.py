@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from efla_lm.run.checkpoint import find_checkpoint
+from efla_lm.run.export import export_checkpoint
 from efla_lm.settings import ExportSettings, entry
-from efla_lm.training.checkpoint import find_checkpoint
-from efla_lm.training.export import export_checkpoint
 
 
 @entry("export", ExportSettings)

@@ -7,7 +7,7 @@ import time
 
 from efla_lm.devices import choose_device
 from efla_lm.evaluation import checkpoints, hub
-from efla_lm.evaluation.complete import complete
+from efla_lm.evaluation.completion import complete
 from efla_lm.evaluation.settings import GenerateSettings
 from efla_lm.evaluation.tokens import TokenPolicy
 from efla_lm.settings import entry

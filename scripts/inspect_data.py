@@ -6,7 +6,7 @@ Prints sizes and checks, then documents turned back into text. `data.verify=true
 from dataclasses import dataclass, field
 
 from efla_data.errors import DataError
-from efla_data.token_file import TokenFile
+from efla_data.loader.token_file import TokenFile
 from tokenizers import Tokenizer
 
 from efla_lm.errors import UserError

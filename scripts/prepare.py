@@ -1,14 +1,14 @@
 """Text to token files: `python -m scripts.prepare data=NAME [data.sources=[...] data.tokenizer=... processes=N]`.
 
-The work is done by `efla_data.prepare`; this is its command line. A run that was stopped goes on where it was.
+The work is done by `efla_data.corpus.prepare`; this is its command line. A run that was stopped goes on where it was.
 """
 
 import sys
 import time
 
-from efla_data.prepare import available_cores, prepare
-from efla_data.progress import Progress
-from efla_data.recipe import Recipe
+from efla_data.corpus.prepare import available_cores, prepare
+from efla_data.corpus.progress import Progress
+from efla_data.corpus.recipe import Recipe
 
 from efla_lm.errors import UserError
 from efla_lm.settings import DataSettings, PrepareSettings, entry

@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from efla_data.token_file import TokenFile
+from efla_data.loader.token_file import TokenFile
 from rich.console import Console
 from rich.table import Table
 
-from efla_lm.evaluation.table1 import read_paper
+from efla_lm.run.checkpoint import newest_checkpoint, read_meta
 from efla_lm.settings import TrainSettings, compose, entry
 from efla_lm.settings.compose import CONFIG_DIR
-from efla_lm.settings.plan import PlanSettings, ReproduceSettings
-from efla_lm.training.checkpoint import newest_checkpoint, read_meta
-from efla_lm.training.forecast import Forecast, clock, forecast
-from scripts.table1 import main as table1
+from scripts.plan.forecast import Forecast, clock, forecast
+from scripts.plan.settings import PlanSettings, ReproduceSettings
+from scripts.table1.__main__ import main as table1
+from scripts.table1.table import read_paper
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console(highlight=False, width=140)

@@ -73,8 +73,8 @@ def test_nothing_imports_an_entry_point() -> None:
     [
         ("hydra", ["train.py", "eval.py", "scripts/", "efla_lm/settings/"]),
         ("omegaconf", ["train.py", "eval.py", "scripts/", "efla_lm/settings/"]),
-        ("accelerate", ["efla_lm/training/distributed.py"]),
-        ("wandb", ["efla_lm/training/metrics.py"]),
+        ("accelerate", ["efla_lm/parallel/distributed.py"]),
+        ("wandb", ["efla_lm/run/metrics.py"]),
         ("lm_eval", ["efla_lm/evaluation/"]),
     ],
 )

@@ -24,9 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import efla_lm  # noqa: F401  registers our model with the Auto classes
 from efla_lm.errors import UserError
-from efla_lm.training.checkpoint import find_checkpoint, newest_checkpoint, read_meta, tokenizer_dir
-from efla_lm.training.distributed import is_whole
-from efla_lm.training.export import load_model as load_step
+from efla_lm.parallel.distributed import is_whole
+from efla_lm.run.checkpoint import find_checkpoint, newest_checkpoint, read_meta, tokenizer_dir
+from efla_lm.run.export import load_model as load_step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RUN_CONFIG = "config.yaml"

@@ -7,7 +7,7 @@ from typing import Any
 
 import datasets
 from efla_data.errors import DataError
-from efla_data.token_file import TokenFile
+from efla_data.loader.token_file import TokenFile
 from lm_eval.tasks import TaskManager
 
 from efla_lm.evaluation.tasks import MissingTask, TaskSet

@@ -22,8 +22,8 @@ from efla_lm.evaluation.scoring import Scorer
 from efla_lm.evaluation.tasks import describe_missing
 from efla_lm.evaluation.tokens import TokenPolicy
 from efla_lm.models import EflaForCausalLM
+from efla_lm.parallel.distributed import World, reshard
 from efla_lm.settings import LiveEvalSettings
-from efla_lm.training.distributed import World, reshard
 
 
 class LiveEvaluation:

@@ -20,7 +20,8 @@ from lm_eval import utils as harness_utils
 from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
 
-from efla_lm.evaluation import carried, heldout, hub
+from efla_lm.evaluation import heldout, hub
+from efla_lm.evaluation import whole_documents as carried
 from efla_lm.evaluation.harness import HarnessLM
 from efla_lm.evaluation.tasks import MissingTask, TaskSet, load_from_hub, load_local, manager_for
 
@@ -83,7 +84,7 @@ def run_tasks(
     """Evaluate and return lm-eval's result with all task sets merged, plus `seconds` per set and `sources`.
 
     report: told in one line when a set is done (on the first process).
-    carry_state: tasks of rolling likelihood also get `METRIC_state_carried`, see `efla_lm.evaluation.carried`.
+    carry_state: tasks of rolling likelihood also get `METRIC_state_carried`, see `efla_lm.evaluation.whole_documents`.
     The random streams, the gradient mode and the training mode of the model are left as they were.
     """
     merged: dict[str, Any] = {key: {} for key in MERGED}

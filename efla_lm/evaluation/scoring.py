@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from efla_lm.errors import UserError
-from efla_lm.training.distributed import World
+from efla_lm.parallel.distributed import World
 
 S = TypeVar("S")
 T = TypeVar("T")

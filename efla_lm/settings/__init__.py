@@ -11,11 +11,11 @@ A new settings class is a dataclass whose fields are declared with `key(default,
 `entry("eval", EvalSettings)` then reads `conf/eval.yaml`, whose defaults list starts with `- eval_schema`.
 """
 
+from efla_lm.settings.cli import EntryPoint, entry
+from efla_lm.settings.command_line import UsageError
 from efla_lm.settings.compose import compose, load_settings, to_dict, to_yaml
-from efla_lm.settings.entrypoint import EntryPoint, entry
 from efla_lm.settings.fields import MISSING, PATH, PATH_OR_HUB, PathRule, key, list_keys
-from efla_lm.settings.overrides import UsageError
-from efla_lm.settings.places import check_output
+from efla_lm.settings.output_path import check_output
 from efla_lm.settings.schema import (
     DataSettings,
     ExportSettings,

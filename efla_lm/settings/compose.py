@@ -16,8 +16,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from efla_lm.settings.command_line import UsageError, check_overrides, list_groups
 from efla_lm.settings.fields import MISSING, KeyInfo, PathRule, list_keys
-from efla_lm.settings.overrides import UsageError, check_overrides, list_groups
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "conf"
 Settings = TypeVar("Settings")

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from efla_data.token_file import TokenFile
-from efla_data.windows import Windows
+from efla_data.loader.sequences import Windows
+from efla_data.loader.token_file import TokenFile
 from efla_kernels.backends import lacks_gpu, resolve_backend
 from torch.distributed.device_mesh import DeviceMesh
 
 from efla_lm.errors import UserError
 from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
 from efla_lm.models.mixers import MIXER_CLASSES
-from efla_lm.settings import TrainSettings
-from efla_lm.training import corpus
-from efla_lm.training.activations import keeping, kind_of_checkpointing
-from efla_lm.training.budget import Budget
-from efla_lm.training.caches import tag_caches
-from efla_lm.training.checkpoint import (
+from efla_lm.parallel.activation_checkpointing import keeping, kind_of_checkpointing
+from efla_lm.parallel.compile_cache import tag_caches
+from efla_lm.parallel.cuda_graphs import GraphedPasses, run_eagerly
+from efla_lm.parallel.distributed import World, hold_whole, holds_whole, shard_model
+from efla_lm.parallel.overlap import sum_in_backward
+from efla_lm.run.checkpoint import (
     check_identity,
     checkpoints_in,
     damage_in,
@@ -29,9 +29,9 @@ from efla_lm.training.checkpoint import (
     find_checkpoint,
     read_meta,
 )
-from efla_lm.training.distributed import World, hold_whole, holds_whole, shard_model
-from efla_lm.training.graphs import GraphedPasses, run_eagerly
-from efla_lm.training.overlap import sum_in_backward
+from efla_lm.settings import TrainSettings
+from efla_lm.training import corpus
+from efla_lm.training.batch_plan import Budget
 from efla_lm.training.step import Passes
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def build_model(settings: TrainSettings, config: EflaConfig, world: World, mesh:
 
 
 def sums_in_backward(settings: TrainSettings, world: World) -> bool:
-    """Whether ranks sum their gradients in the backward pass, by `efla_lm.training.overlap`. Raises UserError where
+    """Whether ranks sum their gradients in the backward pass, by `efla_lm.parallel.overlap`. Raises UserError where
     parallel.overlap=false has nothing to act on."""
     possible = world.size > 1 and holds_whole(settings.parallel.mode, world, settings.train.cuda_graphs)
     if not settings.parallel.overlap and not possible:

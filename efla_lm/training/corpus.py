@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from efla_data.loader import SequentialLoader, WindowLoader
-from efla_data.mixture import MixedWindows
-from efla_data.packed import PackedWindows, default_most
-from efla_data.packing import VERSION as PACKING_VERSION
-from efla_data.token_file import TokenFile
-from efla_data.windows import StreamWindows, Windows
+from efla_data.loader.batches import SequentialLoader, WindowLoader
+from efla_data.loader.mixture import MixedWindows
+from efla_data.loader.packed import PackedWindows, default_most
+from efla_data.loader.packing import VERSION as PACKING_VERSION
+from efla_data.loader.sequences import StreamWindows, Windows
+from efla_data.loader.token_file import TokenFile
 
 from efla_lm.errors import UserError
+from efla_lm.parallel.distributed import World
 from efla_lm.settings import DataSettings, TrainSettings
-from efla_lm.training.budget import Budget
-from efla_lm.training.distributed import World
+from efla_lm.training.batch_plan import Budget
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from efla_lm.training.distributed import is_whole, local
+from efla_lm.parallel.distributed import is_whole, local
 
 
 def decayed(model: nn.Module) -> set[str]:

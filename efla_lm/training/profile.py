@@ -18,7 +18,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from efla_lm.training.distributed import World
+from efla_lm.parallel.distributed import World
 
 WARMUP = 10  # updates of a launch before the traced ones: compiling, recording of graphs, first allocations
 

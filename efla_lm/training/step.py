@@ -19,16 +19,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from efla_data.loader import IGNORE, Batch
+from efla_data.loader.batches import IGNORE, Batch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW
 
 from efla_lm.errors import UserError
-from efla_lm.training.distributed import World, reduce_whole
-from efla_lm.training.graphs import Inputs, run_eagerly
+from efla_lm.parallel.cuda_graphs import Inputs, run_eagerly
+from efla_lm.parallel.distributed import World, reduce_whole
+from efla_lm.parallel.overlap import sums_of
 from efla_lm.training.optim import squared_norm, step_unless
-from efla_lm.training.overlap import sums_of
 
 Passes = Callable[[nn.Module, Inputs, Tensor, bool], Tensor]
 
@@ -47,7 +47,7 @@ def update(
     """Gradients of this rank's micro-batches, then one optimiser step, or none if loss or gradient are not finite.
 
     replicas: size of the mesh dimension `replicate`. stop: whether this rank was asked to stop. passes: how forward and
-    backward are run (`efla_lm.training.graphs`). Returns the verdict, equal on all ranks, float64 [4] on the device:
+    backward are run (`parallel.cuda_graphs`). Returns the verdict, equal on all ranks, float64 [4] on the device:
     loss, gradient norm (before clipping), 1 if the step was skipped, the number of ranks that ask to stop.
     """
     mine = float(sum(count_targets(batch) for batch in batches))

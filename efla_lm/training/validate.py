@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from efla_data.loader import SequentialLoader
+from efla_data.loader.batches import SequentialLoader
 from torch import nn
 
-from efla_lm.training.distributed import World, reshard
+from efla_lm.parallel.distributed import World, reshard
 from efla_lm.training.step import count_targets, inputs_of
 
 

@@ -3,11 +3,10 @@
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-from efla_kernels import chunked as _chunked
-from efla_kernels import reference as _reference
-from efla_kernels.activation import swiglu_linear
 from efla_kernels.backends import available_backends, register_backend, resolve_backend
-from efla_kernels.coefficients import (
+from efla_kernels.delta_rule import chunked as _chunked
+from efla_kernels.delta_rule import reference as _reference
+from efla_kernels.delta_rule.coefficients import (
     beta_gate,
     erase_write_efla,
     gated_coefficients,
@@ -16,22 +15,23 @@ from efla_kernels.coefficients import (
     squared_norm,
     unit_norm,
 )
-from efla_kernels.convolution import convolution_state, short_convolution
-from efla_kernels.decode import decode_step, fuses_decoding
-from efla_kernels.last import last_weights
-from efla_kernels.linear import linear
-from efla_kernels.loss import linear_cross_entropy
-from efla_kernels.mamba import fuses_mamba2_step, mamba2, mamba2_step, ssd
-from efla_kernels.norms import norm_linear, unit_rms_norm
-from efla_kernels.ops import delta_rule, deltanet, efla, gated_deltanet, gated_efla, model_coefficients
-from efla_kernels.stream import Stream
+from efla_kernels.delta_rule.decode import decode_step, fuses_decoding
+from efla_kernels.delta_rule.last_token import last_weights
+from efla_kernels.delta_rule.ops import delta_rule, deltanet, efla, gated_deltanet, gated_efla, model_coefficients
+from efla_kernels.layers.convolution import convolution_state, short_convolution
+from efla_kernels.layers.cross_entropy import linear_cross_entropy
+from efla_kernels.layers.linear import linear
+from efla_kernels.layers.norm_linear import norm_linear, unit_rms_norm
+from efla_kernels.layers.residual import Stream
+from efla_kernels.layers.swiglu import swiglu_linear
+from efla_kernels.ssd.ops import fuses_mamba2_step, mamba2, mamba2_step, ssd
 
 register_backend("torch", SimpleNamespace(delta_rule=_chunked.delta_rule, ssd=_chunked.ssd))
 register_backend("reference", SimpleNamespace(delta_rule=_reference.delta_rule, ssd=_reference.ssd))
 if find_spec("triton") is not None:  # Linux only
-    from efla_kernels.triton import interpreter as _interpreter
-    from efla_kernels.triton import ops as _triton
-    from efla_kernels.triton.ssd_ops import ssd_ops as _ssd_ops
+    from efla_kernels.delta_rule import triton_op as _triton
+    from efla_kernels.launch import interpreter as _interpreter
+    from efla_kernels.ssd.triton_op import ssd_ops as _ssd_ops
 
     for _name, _recompute in (("triton", False), ("triton_recompute", True)):
         _backend = SimpleNamespace(**vars(_triton.delta_ops(_recompute)), **vars(_ssd_ops(_recompute)))

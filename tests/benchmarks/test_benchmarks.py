@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from efla_kernels.accuracy import relative_errors
+from efla_kernels.selftest.accuracy import relative_errors
 
-from efla_lm.benchmarks import calls, decoding, mamba_calls, report, run
-from efla_lm.benchmarks.settings import WIDEST, BenchSettings
-from efla_lm.benchmarks.timing import Timing
 from efla_lm.errors import UserError
 from scripts import bench
+from scripts.bench import calls, decoding, mamba_calls, report, run
+from scripts.bench.settings import WIDEST, BenchSettings
+from scripts.bench.timing import Timing
 
 
 def small(op: str) -> run.Shape:
@@ -258,7 +258,7 @@ def test_the_pytorch_form_takes_the_first_shape_only() -> None:
 
 def test_the_widest_heads_are_those_of_the_kernels() -> None:
     pytest.importorskip("triton")
-    from efla_kernels.triton import ops
+    from efla_kernels.delta_rule import triton_op as ops
 
     assert ops.WIDEST == WIDEST
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from efla_lm.benchmarks import equality
-from efla_lm.benchmarks.equality import VARIANTS, EqualitySettings
 from efla_lm.errors import UserError
 from efla_lm.settings import TrainSettings, compose
 from scripts import loss_equality
+from scripts.loss_equality import run as equality
+from scripts.loss_equality.run import VARIANTS, EqualitySettings
 from tests.training.corpus import write_corpus
 from tests.training.launch import TINY
 

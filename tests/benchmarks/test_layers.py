@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from efla_lm.benchmarks import layer_report, layer_run
-from efla_lm.benchmarks.calls import Unserved
-from efla_lm.benchmarks.layer_calls import EPS, Layer, make_layer
-from efla_lm.benchmarks.layer_settings import LAYERS, LayerBenchSettings
 from efla_lm.models.norms import GatedRMSNorm, RMSNorm
 from scripts import bench_layers
+from scripts.bench.calls import Unserved
+from scripts.bench_layers import report as layer_report
+from scripts.bench_layers import run as layer_run
+from scripts.bench_layers.calls import EPS, Layer, make_layer
+from scripts.bench_layers.settings import LAYERS, LayerBenchSettings
 
 WIDTH, VOCABULARY = 128, 50
 

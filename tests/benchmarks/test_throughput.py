@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from efla_lm.benchmarks import train_forecast, train_report, train_speed
-from efla_lm.benchmarks.train_point import Point, measure, turn
-from efla_lm.benchmarks.train_settings import ThroughputSettings
 from efla_lm.errors import UserError
 from efla_lm.settings import TrainSettings, compose
-from efla_lm.training import measured
 from scripts import throughput
+from scripts.plan import measured
+from scripts.throughput import forecast as train_forecast
+from scripts.throughput import report as train_report
+from scripts.throughput import speed as train_speed
+from scripts.throughput.point import Point, measure, turn
+from scripts.throughput.settings import ThroughputSettings
 
 TINY = [
     "models=[efla]", "sizes=[tiny]", "shapes=[2x32]", "impls=[efla_lm]", "vocab_size=64", "device=cpu", "warmup=4",
@@ -208,8 +210,8 @@ class Counted:
 
 def test_clock_waits_at_marks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(0, 1000, 2))
-    monkeypatch.setattr("efla_lm.benchmarks.train_point.time.perf_counter", lambda: float(next(ticks)))
-    monkeypatch.setattr("efla_lm.benchmarks.train_point.peak_flops", lambda _: 1e6)
+    monkeypatch.setattr("scripts.throughput.point.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("scripts.throughput.point.peak_flops", lambda _: 1e6)
     point = Point(
         "efla", "tiny", "efla_lm", 1, 100, 2, "auto", [], warmup=5, windows=2, updates=3, profile=0, peer_waits=True,
         started=0.0, lock="",

@@ -6,8 +6,8 @@ import gzip
 from pathlib import Path
 
 import pytest
-from efla_data import sources
-from efla_data.recipe import Recipe
+from efla_data.corpus import sources
+from efla_data.corpus.recipe import Recipe
 
 from tests.data.material import jsonl, many_texts, sentencepiece_folder
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from efla_data.manifest import Manifest
-from efla_data.token_file import TokenFile
-from efla_data.writer import write_token_files
+from efla_data.corpus.manifest import Manifest
+from efla_data.corpus.writer import write_token_files
+from efla_data.loader.token_file import TokenFile
 from tokenizers import Tokenizer
 
 SPACE = "\u2581"

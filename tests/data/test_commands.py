@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from efla_data.token_file import TokenFile
-from efla_data.writer import ShardWriter
+from efla_data.corpus.writer import ShardWriter
+from efla_data.loader.token_file import TokenFile
 
 from scripts.inspect_data import main as inspect_data
 from scripts.prepare import main as prepare

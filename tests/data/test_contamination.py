@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from efla_data.contamination import contamination_report
+from efla_data.corpus.contamination import contamination_report
+from efla_data.corpus.ngrams import GramSet, ngram_hashes, normalised_words
+from efla_data.corpus.prepare import prepare
+from efla_data.corpus.recipe import Recipe
 from efla_data.errors import DataError
-from efla_data.ngrams import GramSet, ngram_hashes, normalised_words
-from efla_data.prepare import prepare
-from efla_data.recipe import Recipe
 
 from scripts.contamination import main as contamination
 from tests.data.material import jsonl, sentencepiece_folder

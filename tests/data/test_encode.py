@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from efla_data import encode
-from efla_data.encode import TextEncoder, quick_way
+from efla_data.corpus import encode
+from efla_data.corpus.encode import TextEncoder, quick_way
+from efla_data.corpus.tokenizer import LoadedTokenizer, describe_tokenizer, find_tokenizer, train_tokenizer
 from efla_data.errors import DataError
-from efla_data.tokenizer import LoadedTokenizer, describe_tokenizer, find_tokenizer, train_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer

@@ -7,12 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from efla_data.loader import IGNORE, SequentialLoader
-from efla_data.packed import PackedWindows
-from efla_data.prepare import prepare
-from efla_data.recipe import Recipe
-from efla_data.token_file import TokenFile
-from efla_data.tokenizer import find_tokenizer, save_tokenizer
+from efla_data.corpus.prepare import prepare
+from efla_data.corpus.recipe import Recipe
+from efla_data.corpus.tokenizer import find_tokenizer, save_tokenizer
+from efla_data.loader.batches import IGNORE, SequentialLoader
+from efla_data.loader.packed import PackedWindows
+from efla_data.loader.token_file import TokenFile
 
 from tests.data.material import BOS, EOS, SPACE, ids_of, load, save_rules, sentencepiece_folder, sentencepiece_rules
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from efla_data.corpus.writer import write_token_files
 from efla_data.errors import DataError
-from efla_data.loader import IGNORE, SequentialLoader, WindowLoader
-from efla_data.permutation import permute, round_keys
-from efla_data.token_file import TokenFile
-from efla_data.windows import StreamWindows
-from efla_data.writer import write_token_files
+from efla_data.loader.batches import IGNORE, SequentialLoader, WindowLoader
+from efla_data.loader.permutation import permute, round_keys
+from efla_data.loader.sequences import StreamWindows
+from efla_data.loader.token_file import TokenFile
 
 from tests.data.material import counting_tokens
 

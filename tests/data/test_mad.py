@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from efla_data.errors import DataError
-from efla_data.mad import BASELINES, IGNORED, fixed_mapping, generate, settings_of
+from efla_data.tasks.mad import BASELINES, IGNORED, fixed_mapping, generate, settings_of
 
 EXAMPLES = 200
 

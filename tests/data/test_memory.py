@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from efla_data.token_file import TokenFile
+from efla_data.loader.token_file import TokenFile
 
 from tests.data.material import EOS, jsonl, load, sentencepiece_folder
 
 PREPARE = """
 import json, resource, sys
-import efla_data.prepare
-from efla_data.recipe import Recipe
+import efla_data.corpus.prepare
+from efla_data.corpus.recipe import Recipe
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-efla_data.prepare.prepare(Recipe(**json.loads(sys.argv[1])), sys.argv[2], processes=1)
+efla_data.corpus.prepare.prepare(Recipe(**json.loads(sys.argv[1])), sys.argv[2], processes=1)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 

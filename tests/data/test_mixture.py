@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from efla_data.errors import DataError
-from efla_data.loader import IGNORE, WindowLoader
-from efla_data.mixture import MixedWindows, whole_shares
-from efla_data.packed import PackedWindows
-from efla_data.windows import StreamWindows, Windows
+from efla_data.loader.batches import IGNORE, WindowLoader
+from efla_data.loader.mixture import MixedWindows, whole_shares
+from efla_data.loader.packed import PackedWindows
+from efla_data.loader.sequences import StreamWindows, Windows
 
 from tests.data.material import counting_tokens
 

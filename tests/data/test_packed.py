@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from efla_data import packing
+from efla_data.corpus.writer import write_token_files
 from efla_data.errors import DataError
-from efla_data.loader import IGNORE, SequentialLoader, WindowLoader
-from efla_data.packed import PackedWindows, default_most
-from efla_data.token_file import TokenFile
-from efla_data.writer import write_token_files
+from efla_data.loader import packing
+from efla_data.loader.batches import IGNORE, SequentialLoader, WindowLoader
+from efla_data.loader.packed import PackedWindows, default_most
+from efla_data.loader.token_file import TokenFile
 
 EOS, BOS = 0, 1
 T = 16

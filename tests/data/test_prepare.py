@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
-from efla_data import sources
+from efla_data.corpus import sources
+from efla_data.corpus.prepare import prepare
+from efla_data.corpus.recipe import Recipe
 from efla_data.errors import DataError
-from efla_data.prepare import prepare
-from efla_data.recipe import Recipe
-from efla_data.token_file import TokenFile
+from efla_data.loader.token_file import TokenFile
 
 from tests.data.material import contents, documents, fingerprints, jsonl, load, many_texts, sentencepiece_folder
 

@@ -8,12 +8,12 @@ import os
 from pathlib import Path
 
 import pytest
-from efla_data.encode import TextEncoder
-from efla_data.prepare import prepare
-from efla_data.recipe import Recipe
-from efla_data.statistics import uniform_entropy, unigram_entropy
-from efla_data.token_file import TokenFile
-from efla_data.tokenizer import describe_tokenizer, find_tokenizer
+from efla_data.corpus.encode import TextEncoder
+from efla_data.corpus.prepare import prepare
+from efla_data.corpus.recipe import Recipe
+from efla_data.corpus.statistics import uniform_entropy, unigram_entropy
+from efla_data.corpus.tokenizer import describe_tokenizer, find_tokenizer
+from efla_data.loader.token_file import TokenFile
 
 SHARED = os.environ.get("EFLA_SHARED_DATA")
 pytestmark = pytest.mark.skipif(SHARED is None, reason="EFLA_SHARED_DATA is not set")

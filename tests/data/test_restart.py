@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from efla_data import prepare as module
-from efla_data import sources, workers
+from efla_data.corpus import prepare as module
+from efla_data.corpus import sources, workers
+from efla_data.corpus.prepare import prepare
+from efla_data.corpus.progress import Progress, Watcher
+from efla_data.corpus.recipe import Recipe
 from efla_data.errors import DataError
-from efla_data.prepare import prepare
-from efla_data.progress import Progress, Watcher
-from efla_data.recipe import Recipe
 
 from tests.data.material import contents, fingerprints, jsonl, many_texts
 
@@ -26,8 +26,8 @@ def run_killed_after(recipe: Recipe, out: Path, units: int, unit_bytes: int) -> 
     code = (
         "import json, sys\n"
         "from efla_data import sources\n"
-        "from efla_data.prepare import prepare\n"
-        "from efla_data.recipe import Recipe\n"
+        "from efla_data.corpus.prepare import prepare\n"
+        "from efla_data.corpus.recipe import Recipe\n"
         f"sources.SMALLEST_UNIT = {unit_bytes}\n"
         f"prepare(Recipe(**json.loads(sys.argv[1])), sys.argv[2], processes=2)\n"
     )

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from efla_data import assemble, schedule, selection, sources
+from efla_data.corpus import assemble, schedule, selection, sources
+from efla_data.corpus.prepare import prepare
+from efla_data.corpus.recipe import Recipe
+from efla_data.corpus.unit import document_hash, is_held_out
 from efla_data.errors import DataError
-from efla_data.prepare import prepare
-from efla_data.recipe import Recipe
-from efla_data.token_file import TokenFile
-from efla_data.unit import document_hash, is_held_out
+from efla_data.loader.token_file import TokenFile
 
 from tests.data.material import contents, documents, fingerprints, jsonl, many_texts
 from tests.data.test_restart import run_killed_after

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from efla_data.corpus.manifest import load_manifest, make_split
+from efla_data.corpus.statistics import count_tokens
+from efla_data.corpus.writer import write_token_files
 from efla_data.errors import DataError
-from efla_data.joined import Joined, count_below
-from efla_data.loader import SequentialLoader, WindowLoader
-from efla_data.manifest import load_manifest, make_split
-from efla_data.packed import PackedWindows
-from efla_data.statistics import count_tokens
-from efla_data.token_file import TokenFile
-from efla_data.windows import StreamWindows
-from efla_data.writer import write_token_files
+from efla_data.loader.batches import SequentialLoader, WindowLoader
+from efla_data.loader.joined import Joined, count_below
+from efla_data.loader.packed import PackedWindows
+from efla_data.loader.sequences import StreamWindows
+from efla_data.loader.token_file import TokenFile
 
 EOS, VOCAB = 0, 100
 

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from efla_data import readers, sources
+from efla_data.corpus import readers, sources
+from efla_data.corpus.prepare import prepare
+from efla_data.corpus.readers import Tally, read_documents
+from efla_data.corpus.recipe import Recipe
+from efla_data.corpus.sources import Piece, parse_hub, plan_units
 from efla_data.errors import DataError
-from efla_data.prepare import prepare
-from efla_data.readers import Tally, read_documents
-from efla_data.recipe import Recipe
-from efla_data.sources import Piece, parse_hub, plan_units
 
 from tests.data.material import documents, jsonl, many_texts, sentencepiece_folder
 

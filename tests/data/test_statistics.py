@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from efla_data import statistics
+from efla_data.corpus import statistics
+from efla_data.corpus.statistics import count_tokens, uniform_entropy, unigram_entropy
+from efla_data.corpus.writer import write_token_files
 from efla_data.errors import DataError
-from efla_data.statistics import count_tokens, uniform_entropy, unigram_entropy
-from efla_data.token_file import TokenFile
-from efla_data.writer import write_token_files
+from efla_data.loader.token_file import TokenFile
 
 
 def open_both(folder: Path, train: list[list[int]], heldout: list[list[int]], vocab_size: int = 6) -> list[TokenFile]:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from efla_data.corpus.manifest import load_manifest, make_split
+from efla_data.corpus.writer import write_token_files
 from efla_data.errors import DataError
-from efla_data.manifest import load_manifest, make_split
-from efla_data.token_file import TokenFile
-from efla_data.writer import write_token_files
+from efla_data.loader.token_file import TokenFile
 
 DOCUMENTS = {"train": [[5, 6, 7, 1], [8, 1], [9, 9, 9, 9, 1]], "heldout": [[5, 1]]}
 
@@ -155,9 +155,9 @@ def test_writer_refuses_ids_that_break_the_format(tmp_path: Path, document: list
 HUGE = """
 import resource, sys, time
 import numpy as np
-from efla_data.loader import WindowLoader
-from efla_data.token_file import TokenFile
-from efla_data.windows import StreamWindows
+from efla_data.loader.batches import WindowLoader
+from efla_data.loader.token_file import TokenFile
+from efla_data.loader.sequences import StreamWindows
 start = time.monotonic()
 file = TokenFile.open(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

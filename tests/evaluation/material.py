@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from efla_data.writer import write_token_files
+from efla_data.corpus.writer import write_token_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 

@@ -14,8 +14,8 @@ import torch
 import eval as command
 from efla_lm.errors import UserError
 from efla_lm.evaluation import checkpoints
-from efla_lm.evaluation.carried import score_documents
 from efla_lm.evaluation.scoring import Pair, Scorer
+from efla_lm.evaluation.whole_documents import score_documents
 from tests.evaluation.material import CONTEXT, make_model, save_export, write_run, write_task_files
 
 VOCAB = 330

@@ -9,8 +9,8 @@ import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from efla_lm.evaluation.compare import Recorder, compare_values, largest_differences
 from scripts import eval_compare
+from scripts.eval_compare.run import Recorder, compare_values, largest_differences
 from tests.evaluation.material import PAPER, save_export, write_task_files
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from efla_data.writer import write_token_files
+from efla_data.corpus.writer import write_token_files
 
 from efla_lm.errors import UserError
 from efla_lm.evaluation import checkpoints

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from efla_lm import EflaConfig
-from efla_lm.evaluation.compare import OFFICIAL_DOCUMENTS
 from efla_lm.evaluation.runner import load_tasks
+from scripts.eval_compare.run import OFFICIAL_DOCUMENTS
 from tests.evaluation.material import PAPER
 from tests.evaluation.test_stock_model import assert_same_numbers, ours, stock
 

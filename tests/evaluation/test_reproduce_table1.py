@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from efla_lm.training.metrics import read_rows
+from efla_lm.run.metrics import read_rows
 from scripts import reproduce_table1
 from tests.evaluation.material import write_task_files
 from tests.training.corpus import write_corpus

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from efla_data.prepare import prepare
-from efla_data.recipe import Recipe
+from efla_data.corpus.prepare import prepare
+from efla_data.corpus.recipe import Recipe
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from efla_lm.evaluation import table1
 from efla_lm.evaluation.columns import PAPER_COLUMNS
-from scripts.table1 import main as command
+from scripts.table1 import table as table1
+from scripts.table1.__main__ import main as command
 
 # accuracies of the tests: 0.31, 0.32, ... in the order of the columns
 ACCURACY = {heading: 0.30 + 0.01 * n for n, (heading, *_) in enumerate(PAPER_COLUMNS) if n > 1}

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from efla_data.mad import BASELINES, IGNORED, generate
+from efla_data.tasks.mad import BASELINES, IGNORED, generate
 
-from efla_lm.experiments import mad
-from efla_lm.experiments.mad_report import PAPER, gather, task_scores
-from efla_lm.experiments.results import merge
-from efla_lm.experiments.stack import initialise
-from scripts.mad import main
+from scripts.mad import training as mad
+from scripts.mad.__main__ import main
+from scripts.mad.report import PAPER, gather, task_scores
+from scripts.study.results import merge
+from scripts.study.stack import initialise
 
 CPU = torch.device("cpu")
 SMALL = mad.Budget(epochs=2, batch=32, test_examples=64)

@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from efla_data.errors import DataError
-from efla_data.smnist import LEVELS, Corruptions, as_pixels, load_digits, pool, synthetic_digits
+from efla_data.tasks.smnist import LEVELS, Corruptions, as_pixels, load_digits, pool, synthetic_digits
 
-from efla_lm.experiments.rules import RECURRENT_MIXERS
-from efla_lm.experiments.smnist import (
+from scripts.smnist.__main__ import main
+from scripts.smnist.report import compared_rates, gather, half_point, write_report
+from scripts.smnist.training import (
     Classifier,
     Member,
     Preparation,
@@ -25,9 +26,8 @@ from efla_lm.experiments.smnist import (
     chosen,
     train,
 )
-from efla_lm.experiments.smnist_report import compared_rates, gather, half_point, write_report
-from efla_lm.experiments.stack import initialise
-from scripts.smnist import main
+from scripts.study.rules import RECURRENT_MIXERS
+from scripts.study.stack import initialise
 
 
 def test_npz_and_idx_give_the_same_digits(tmp_path: Path) -> None:

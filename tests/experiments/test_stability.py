@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from efla_data.recipe import Recipe
+from efla_data.corpus.recipe import Recipe
 
 from efla_lm import EflaConfig, EflaForCausalLM, initialise
 from efla_lm.errors import UserError
-from efla_lm.experiments.discretisation import EDGES, Recorded, euler_error, record, survival
-from scripts.stability import main
+from scripts.stability.__main__ import main
+from scripts.stability.discretisation import EDGES, Recorded, euler_error, record, survival
 
 MIXERS = ("efla", "deltanet", "gated_efla", "gated_deltanet")
 
@@ -106,7 +106,7 @@ def test_survival_grows_with_the_disturbance_and_fades() -> None:
 
 
 def test_command_and_replot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from efla_data.prepare import prepare
+    from efla_data.corpus.prepare import prepare
 
     text = tmp_path / "text.jsonl"
     text.write_text("".join(f'{{"text": "{"one two three four five " * 20}{n}"}}\n' for n in range(20)))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from efla_data.mad import BASELINES
+from efla_data.tasks.mad import BASELINES
 from torch import nn
 
 from efla_lm import EflaConfig
-from efla_lm.experiments import mad
-from efla_lm.experiments.stack import StackedAdamW, StackedLinear, StackedModule, initialise, normal
 from efla_lm.models.model import EflaBlock
 from efla_lm.models.sequence import describe
+from scripts.mad import training as mad
+from scripts.study.stack import StackedAdamW, StackedLinear, StackedModule, initialise, normal
 
 
 class Net(StackedModule):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from efla_lm.evaluation import checkpoints
-from efla_lm.evaluation.carried import score_documents
 from efla_lm.evaluation.scoring import Pair, Scorer
+from efla_lm.evaluation.whole_documents import score_documents
 from tests.evaluation.material import CONTEXT, make_model, make_tokenizer, write_task_files
 from tests.training.corpus import write_corpus
 from tests.training.launch import assert_same_weights, metrics, run_here, weights

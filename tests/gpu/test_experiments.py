@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from efla_data.mad import BASELINES, generate
-from efla_data.smnist import LEVELS, Corruptions, as_pixels, synthetic_digits
-from efla_kernels.last import RULES
+from efla_data.tasks.mad import BASELINES, generate
+from efla_data.tasks.smnist import LEVELS, Corruptions, as_pixels, synthetic_digits
+from efla_kernels.delta_rule.last_token import RULES
 
-from efla_lm.experiments import mad
-from efla_lm.experiments.smnist import Classifier
-from efla_lm.experiments.stack import initialise
+from scripts.mad import training as mad
+from scripts.smnist.training import Classifier
+from scripts.study.stack import initialise
 from tests.kernels.last_cases import worst_error
 
 pytestmark = [

@@ -7,13 +7,14 @@ from dataclasses import replace
 import efla_kernels
 import pytest
 import torch
-from efla_kernels.accuracy import Case, relative_errors
-from efla_kernels.selftest import poisoned_memory
-from efla_kernels.selftest_rows import LENGTHS, PACKED, Row
-from efla_kernels.triton import choices, launch, ops
+from efla_kernels.delta_rule import choices, launch
+from efla_kernels.delta_rule import triton_op as ops
+from efla_kernels.selftest.accuracy import Case, relative_errors
+from efla_kernels.selftest.rows import LENGTHS, PACKED, Row
+from efla_kernels.selftest.run import poisoned_memory
 from torch import Tensor, nn
 
-from efla_lm.benchmarks.decoding import decode_inputs, truth
+from scripts.bench.decoding import decode_inputs, truth
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from efla_kernels import linear, linear_cross_entropy, norm_linear, short_convolution, swiglu_linear, unit_rms_norm
-from efla_kernels.accuracy_layers import ConvolutionCase, LossCase
-from efla_kernels.loss import logit_rows
-from efla_kernels.selftest import run_row
-from efla_kernels.selftest_layers import WIDE, layer_rows
-from efla_kernels.selftest_rows import Row
+from efla_kernels.layers.cross_entropy import logit_rows
+from efla_kernels.selftest.accuracy_layers import ConvolutionCase, LossCase
+from efla_kernels.selftest.rows import Row
+from efla_kernels.selftest.rows_layers import WIDE, layer_rows
+from efla_kernels.selftest.run import run_row
 from torch import Tensor, nn
 
 pytestmark = [

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from efla_data.loader import WindowLoader
-from efla_data.packed import PackedWindows
-from efla_data.token_file import TokenFile
+from efla_data.loader.batches import WindowLoader
+from efla_data.loader.packed import PackedWindows
+from efla_data.loader.token_file import TokenFile
 
-from efla_lm.training import distributed
+from efla_lm.parallel import distributed
 from efla_lm.training.step import Verdicts, update
 from tests.training.corpus import write_corpus
 from tests.training.launch import MODELS, metrics, run_here

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from efla_kernels import cublaslt, linear, linear_cross_entropy, products
-from efla_kernels.products import add_product, product, product_onto
+from efla_kernels import linear, linear_cross_entropy
+from efla_kernels.layers.tuned_matmul import cublaslt
+from efla_kernels.layers.tuned_matmul import matmul as products
+from efla_kernels.layers.tuned_matmul.matmul import add_product, product, product_onto
 from torch import Tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

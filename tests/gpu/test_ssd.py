@@ -7,10 +7,10 @@ from dataclasses import replace
 import efla_kernels
 import pytest
 import torch
-from efla_kernels.accuracy import relative_errors
-from efla_kernels.accuracy_ssd import SsdCase
-from efla_kernels.selftest import poisoned_memory
-from efla_kernels.selftest_rows import LENGTHS, PACKED, Row
+from efla_kernels.selftest.accuracy import relative_errors
+from efla_kernels.selftest.accuracy_ssd import SsdCase
+from efla_kernels.selftest.rows import LENGTHS, PACKED, Row
+from efla_kernels.selftest.run import poisoned_memory
 from torch import Tensor, nn
 
 pytestmark = [

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from efla_lm.models import EflaForCausalLM, initialise
-from efla_lm.training import distributed
-from efla_lm.training.activations import keeping
-from efla_lm.training.checkpoint import read_tensors
-from efla_lm.training.graphs import GraphedPasses, run_eagerly
+from efla_lm.parallel import distributed
+from efla_lm.parallel.activation_checkpointing import keeping
+from efla_lm.parallel.cuda_graphs import GraphedPasses, run_eagerly
+from efla_lm.run.checkpoint import read_tensors
 from efla_lm.training.optim import set_learning_rate
 from efla_lm.training.step import Passes, Verdicts, update
 from tests.training.corpus import write_corpus

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from efla_kernels import backends, efla
-from efla_kernels.accuracy import OPS, Case, relative_errors
-from efla_kernels.selftest import poisoned_memory
-from efla_kernels.triton import choices, dispatch, ops
+from efla_kernels.delta_rule import choices
+from efla_kernels.delta_rule import triton_op as ops
+from efla_kernels.launch import dispatch
+from efla_kernels.selftest.accuracy import OPS, Case, relative_errors
+from efla_kernels.selftest.run import poisoned_memory
 from torch import Tensor, nn
 
 FP32, BF16 = torch.float32, torch.bfloat16

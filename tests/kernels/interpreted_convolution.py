@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from efla_kernels import convolution_state, short_convolution
-from efla_kernels.accuracy_layers import CONSTANTS, ConvolutionCase
-from efla_kernels.selftest import poisoned_memory
-from efla_kernels.selftest_layers import CONVOLUTIONS
-from efla_kernels.triton import convolution as kernels
-from efla_kernels.triton import ops
+from efla_kernels.delta_rule import triton_op as ops
+from efla_kernels.layers import convolution_op as kernels
+from efla_kernels.selftest.accuracy_layers import CONSTANTS, ConvolutionCase
+from efla_kernels.selftest.rows_layers import CONVOLUTIONS
+from efla_kernels.selftest.run import poisoned_memory
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import efla_kernels
 import pytest
 import torch
-from efla_kernels.triton import choices, decode, ops
+from efla_kernels.delta_rule import choices
+from efla_kernels.delta_rule import decode_kernel as decode
+from efla_kernels.delta_rule import triton_op as ops
 
 from efla_lm import EflaForCausalLM
 from efla_lm.models.cache import LayerState

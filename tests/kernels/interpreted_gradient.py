@@ -8,8 +8,9 @@ from dataclasses import replace
 import efla_kernels
 import pytest
 import torch
-from efla_kernels.accuracy import relative_errors
-from efla_kernels.triton import choices, launch, ops
+from efla_kernels.delta_rule import choices, launch
+from efla_kernels.delta_rule import triton_op as ops
+from efla_kernels.selftest.accuracy import relative_errors
 
 from tests.kernels.interpreted import case, check, poison  # noqa: F401  (a fixture for every test)
 

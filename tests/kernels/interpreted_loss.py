@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from efla_kernels.triton import cross_entropy
+from efla_kernels.layers import cross_entropy_kernels as cross_entropy
 from torch import Tensor
 
 

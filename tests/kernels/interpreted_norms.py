@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from efla_kernels import norms
-from efla_kernels.selftest import poisoned_memory
+from efla_kernels.layers import norm_linear as norms
+from efla_kernels.selftest.run import poisoned_memory
 
 from tests.kernels.test_norms import EPS, SHAPES, Shape, case, check, check_unit, ours, truth
 

@@ -11,11 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 from efla_kernels import backends, fuses_mamba2_step, mamba2, mamba2_step, ssd
-from efla_kernels.accuracy import relative_errors
-from efla_kernels.accuracy_ssd import SsdCase
-from efla_kernels.selftest import poisoned_memory
-from efla_kernels.triton import ops, ssd_launch, ssd_ops
-from efla_kernels.triton.ssd_choices import Block, Choice, Problem
+from efla_kernels.delta_rule import triton_op as ops
+from efla_kernels.selftest.accuracy import relative_errors
+from efla_kernels.selftest.accuracy_ssd import SsdCase
+from efla_kernels.selftest.run import poisoned_memory
+from efla_kernels.ssd import launch as ssd_launch
+from efla_kernels.ssd import triton_op as ssd_ops
+from efla_kernels.ssd.choices import Block, Choice, Problem
 from torch import Tensor
 
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from efla_kernels import mamba2
-from efla_kernels.triton import ssd_ops
+from efla_kernels.ssd import triton_op as ssd_ops
 from torch import Tensor, nn
 
 from efla_lm.models import EflaConfig, EflaForCausalLM

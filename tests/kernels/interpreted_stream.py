@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from efla_kernels.selftest import poisoned_memory
+from efla_kernels.selftest.run import poisoned_memory
 
 from tests.kernels.test_stream import run
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from efla_kernels import swiglu_linear
-from efla_kernels.selftest import poisoned_memory
-from efla_kernels.triton import swiglu as kernels
+from efla_kernels.layers import swiglu_kernels as kernels
+from efla_kernels.selftest.run import poisoned_memory
 from torch import Tensor
 
 from efla_lm.models.layers import SwiGLU
 from efla_lm.models.norms import Projected
-from efla_lm.training.activations import keeping
+from efla_lm.parallel.activation_checkpointing import keeping
 from tests.kernels.test_swiglu import SHAPES, case, factors, truth
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import efla_kernels
 import torch
-from efla_kernels.last import last_weights
+from efla_kernels.delta_rule.last_token import last_weights
 from torch import Tensor
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from efla_kernels.triton import choices
-from efla_kernels.triton.choices import MODES, Problem, choose
+from efla_kernels.delta_rule import choices
+from efla_kernels.delta_rule.choices import MODES, Problem, choose
 
 
 @pytest.mark.parametrize("decays", [False, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from efla_kernels.grid import ChunkGrid
+from efla_kernels.launch.chunks import ChunkGrid
 
 from tests.kernels.cases import LENGTHS, OPS, assert_close, make_case
 

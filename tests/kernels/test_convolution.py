@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from efla_kernels import convolution_state, short_convolution
-from efla_kernels.convolution import convolution_backend
-from efla_kernels.selftest_layers import CONVOLUTIONS
+from efla_kernels.layers.convolution import convolution_backend
+from efla_kernels.selftest.rows_layers import CONVOLUTIONS
 
 from tests.kernels.interpreter import expect_passes
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from efla_kernels.triton import dispatch
-from efla_kernels.triton.arguments import power_of_two
+from efla_kernels.launch import dispatch
+from efla_kernels.launch.arguments import power_of_two
 from torch import Tensor
 from triton import next_power_of_2
 from triton._C.libtriton import native_specialize_impl

@@ -10,7 +10,8 @@ from typing import Any
 import efla_kernels
 import pytest
 import torch
-from efla_kernels import backends, chunked
+from efla_kernels import backends
+from efla_kernels.delta_rule import chunked
 from torch import Tensor
 
 from tests.kernels.cases import DELTA_OPS, OPS, assert_close, make_case

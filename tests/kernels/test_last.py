@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from efla_kernels.last import CHUNK, RULES, last_weights
+from efla_kernels.delta_rule.last_token import CHUNK, RULES, last_weights
 
 from tests.kernels.interpreter import expect_passes
 from tests.kernels.last_cases import inputs, worst_error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from efla_kernels import linear_cross_entropy
-from efla_kernels.loss import logit_rows
+from efla_kernels.layers.cross_entropy import logit_rows
 
 from tests.kernels.interpreter import expect_passes
 

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from efla_kernels import cublaslt, linear, norm_linear, norms, products
-from efla_kernels.cublaslt import Algorithm, Matrix, matrix
-from efla_kernels.linear import _backward_op, _op
-from efla_kernels.products import add_product, preferred, product, product_onto
+from efla_kernels import linear, norm_linear
+from efla_kernels.layers import norm_linear as norms
+from efla_kernels.layers.linear import _backward_op, _op
+from efla_kernels.layers.tuned_matmul import cublaslt
+from efla_kernels.layers.tuned_matmul import matmul as products
+from efla_kernels.layers.tuned_matmul.cublaslt import Algorithm, Matrix, matrix
+from efla_kernels.layers.tuned_matmul.matmul import add_product, preferred, product, product_onto
 
 
 def test_products_are_those_of_torch() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from efla_lm.errors import UserError
+from efla_lm.run.directory import RunDirectory
+from efla_lm.run.metrics import MetricsWriter, read_rows, truncate_rows
 from efla_lm.settings import LoggerSettings
-from efla_lm.training.metrics import MetricsWriter, read_rows, truncate_rows
-from efla_lm.training.run_dir import RunDirectory
 
 PLAIN = LoggerSettings()
 
@@ -130,8 +130,8 @@ WANDB_LAUNCHES = """
     import time
     from pathlib import Path
     from efla_lm.settings import LoggerSettings
-    from efla_lm.training.metrics import MetricsWriter
-    from efla_lm.training.run_dir import RunDirectory
+    from efla_lm.run.metrics import MetricsWriter
+    from efla_lm.run.directory import RunDirectory
 
     run, logger = RunDirectory(Path(sys.argv[1]), True, True), LoggerSettings(wandb=True, wandb_mode="offline")
     for first, last, resumed in ((1, 5, 0), (4, 8, 3), (9, 10, 8)):

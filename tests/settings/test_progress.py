@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from efla_lm.training import progress as module
-from efla_lm.training.progress import Progress, banner
+from efla_lm.run import progress as module
+from efla_lm.run.progress import Progress, banner
 
 
 class Terminal(io.StringIO):

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from efla_lm.errors import UserError
 from efla_lm.settings import ExportSettings, PrepareSettings, TrainSettings, UsageError, compose, load_settings, to_yaml
+from efla_lm.settings.command_line import list_groups
 from efla_lm.settings.compose import CONFIG_DIR
-from efla_lm.settings.overrides import list_groups
 
 GROUPS = list_groups(CONFIG_DIR, "train")
 OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() for option in options]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from efla_lm.errors import UserError
+from efla_lm.run.directory import DirectoryLock, locked, open_run, write_atomically
 from efla_lm.settings import TrainSettings, compose, load_settings
-from efla_lm.training.run_dir import DirectoryLock, locked, open_run, write_atomically
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
 
@@ -68,7 +68,7 @@ def hold_lock(folder: Path) -> subprocess.Popen:
     code = f"""
         import time
         from pathlib import Path
-        from efla_lm.training.run_dir import DirectoryLock
+        from efla_lm.run.directory import DirectoryLock
         lock = DirectoryLock(Path({str(folder)!r}))
         print("held", flush=True)
         time.sleep(60)
@@ -174,8 +174,8 @@ WORKER = """
     import sys
     import torch.distributed as dist
     from efla_lm.settings import TrainSettings, compose, to_dict
-    from efla_lm.training.metrics import MetricsWriter
-    from efla_lm.training.run_dir import open_run
+    from efla_lm.run.metrics import MetricsWriter
+    from efla_lm.run.directory import open_run
 
     def broadcast(value):
         box = [value]

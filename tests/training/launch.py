@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import train
-from efla_lm.training.checkpoint import load_model_weights
-from efla_lm.training.metrics import read_rows
+from efla_lm.run.checkpoint import load_model_weights
+from efla_lm.run.metrics import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [

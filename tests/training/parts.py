@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from efla_data.loader import Batch
+from efla_data.loader.batches import Batch
 from torch import nn
 
 from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
-from efla_lm.training import distributed, optim
-from efla_lm.training.overlap import sum_in_backward
+from efla_lm.parallel import distributed
+from efla_lm.parallel.overlap import sum_in_backward
+from efla_lm.training import optim
 from efla_lm.training.step import update
 
 

@@ -19,11 +19,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
-from efla_data.loader import SequentialLoader
+from efla_data.loader.batches import SequentialLoader
 from torch.distributed.checkpoint import FileSystemWriter
 
 import train
-from efla_lm.training import distributed, step
+from efla_lm.parallel import distributed
+from efla_lm.training import step
 from tests.training.parts import adamw, cut, not_finite_at, ragged_batch, sharded, whole
 
 RANK = int(os.environ["RANK"])

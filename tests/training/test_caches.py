@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from efla_lm.training import caches
+from efla_lm.parallel import compile_cache as caches
 
 
 def test_the_tag_follows_every_source(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from efla_lm.errors import UserError
-from efla_lm.training import checkpoint, save
-from efla_lm.training.checkpoint import (
+from efla_lm.parallel.distributed import local
+from efla_lm.run import checkpoint, save
+from efla_lm.run.checkpoint import (
     checkpoints_in,
     damage_in,
     fault_in,
@@ -26,7 +27,6 @@ from efla_lm.training.checkpoint import (
     load_model_weights,
     newest_checkpoint,
 )
-from efla_lm.training.distributed import local
 from tests.training.corpus import write_corpus
 from tests.training.launch import ROOT, arguments, assert_same_weights, metrics, run_here, weights
 
@@ -244,7 +244,7 @@ def test_really_full_disk(corpus: Path, tmp_path: Path, monkeypatch: pytest.Monk
 KILLED_WHILE_SAVING = """
 import sys, time, pathlib
 import train
-from efla_lm.training import save
+from efla_lm.run import save
 
 def hang(directory):  # all is written, the rename is to come
     if directory.name == "step-8.tmp":

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from efla_data.mixture import MixedWindows
-from efla_data.packed import PackedWindows
-from efla_data.token_file import TokenFile
-from efla_data.windows import StreamWindows
-from efla_data.writer import write_token_files
+from efla_data.corpus.writer import write_token_files
+from efla_data.loader.mixture import MixedWindows
+from efla_data.loader.packed import PackedWindows
+from efla_data.loader.sequences import StreamWindows
+from efla_data.loader.token_file import TokenFile
 
 from efla_lm.models import EflaForCausalLM, initialise
 from efla_lm.training.corpus import describe

@@ -9,10 +9,13 @@ from typing import Any
 import efla_kernels
 import pytest
 import torch
-from efla_kernels.linear import _linear
-from efla_kernels.stream import Stream
-from efla_kernels.triton import choices, convolution, ops, ssd_ops
-from efla_kernels.triton.swiglu import swiglu_linear
+from efla_kernels.delta_rule import choices
+from efla_kernels.delta_rule import triton_op as ops
+from efla_kernels.layers import convolution_op as convolution
+from efla_kernels.layers.linear import _linear
+from efla_kernels.layers.residual import Stream
+from efla_kernels.layers.swiglu_kernels import swiglu_linear
+from efla_kernels.ssd import triton_op as ssd_ops
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -23,12 +26,12 @@ from efla_lm.models import EflaConfig
 from efla_lm.models.layers import ShortConvolution
 from efla_lm.models.model import EflaBlock
 from efla_lm.models.sequence import SequenceInfo
+from efla_lm.parallel.activation_checkpointing import keeping
 from efla_lm.settings import compose
-from efla_lm.settings.plan import GPU_NAMES, PlanSettings
-from efla_lm.training import cost, measured
-from efla_lm.training.activations import keeping
-from efla_lm.training.forecast import clock, forecast
-from scripts.plan import main as plan
+from scripts.plan import cost, measured
+from scripts.plan.__main__ import main as plan
+from scripts.plan.forecast import clock, forecast
+from scripts.plan.settings import GPU_NAMES, PlanSettings
 
 aten = torch.ops.aten
 P = 374_362_112  # parameters of the 340M EFLA

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from efla_data.prepare import prepare
-from efla_data.recipe import Recipe
-from efla_data.token_file import TokenFile
+from efla_data.corpus.prepare import prepare
+from efla_data.corpus.recipe import Recipe
+from efla_data.loader.token_file import TokenFile
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import scripts.export
-from efla_lm.training.checkpoint import load_model_weights
-from efla_lm.training.export import load_model
+from efla_lm.run.checkpoint import load_model_weights
+from efla_lm.run.export import load_model
 from tests.training.corpus import VOCAB
 from tests.training.launch import metrics, run_here
 

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from efla_lm.errors import UserError
 from efla_lm.models import EflaForCausalLM, initialise
+from efla_lm.parallel import distributed
+from efla_lm.parallel.activation_checkpointing import keeping
+from efla_lm.parallel.cuda_graphs import GraphedPasses, run_eagerly
 from efla_lm.settings import TrainSettings, compose
-from efla_lm.training import build, distributed
-from efla_lm.training.activations import keeping
-from efla_lm.training.graphs import GraphedPasses, run_eagerly
+from efla_lm.training import build
 from efla_lm.training.optim import set_learning_rate
 from efla_lm.training.step import update
 from tests.training.parts import adamw, cut, ragged_batch, tiny_config

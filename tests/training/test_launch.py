@@ -14,9 +14,9 @@ import torch
 from efla_kernels.backends import GPU_BACKENDS
 
 from efla_lm.errors import UserError
-from efla_lm.training import distributed
-from efla_lm.training.distributed import World, build_mesh, start
-from efla_lm.training.run_dir import DirectoryLock
+from efla_lm.parallel import distributed
+from efla_lm.parallel.distributed import World, build_mesh, start
+from efla_lm.run.directory import DirectoryLock
 from tests.training.launch import arguments, run_command, run_here
 
 Captured = pytest.CaptureFixture[str]
@@ -195,7 +195,7 @@ def test_token_files_without_their_tokenizer(corpus: Path, tmp_path: Path, capsy
 
 
 def test_no_held_out_split(corpus: Path, tmp_path: Path) -> None:
-    from efla_data.writer import write_token_files
+    from efla_data.corpus.writer import write_token_files
 
     from tests.training.launch import metrics
 

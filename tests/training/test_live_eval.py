@@ -13,7 +13,7 @@ from efla_lm.evaluation.harness import HarnessLM
 from efla_lm.evaluation.runner import load_tasks, run_tasks
 from efla_lm.evaluation.scoring import Scorer
 from efla_lm.evaluation.tokens import TokenPolicy
-from efla_lm.training.metrics import read_rows
+from efla_lm.run.metrics import read_rows
 from tests.evaluation.material import write_task_files
 from tests.training.launch import (
     ROOT,

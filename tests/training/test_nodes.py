@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from efla_lm.training.metrics import read_rows
+from efla_lm.run.metrics import read_rows
 from tests.training.launch import ROOT, arguments, consumed, metrics, run_here
 
 STEPS = 60

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from efla_lm.models import EflaForCausalLM, initialise
-from efla_lm.training import distributed
-from efla_lm.training.graphs import release, run_eagerly
-from efla_lm.training.overlap import GradientSums, sum_in_backward, sums_of
+from efla_lm.parallel import distributed
+from efla_lm.parallel.cuda_graphs import release, run_eagerly
+from efla_lm.parallel.overlap import GradientSums, sum_in_backward, sums_of
 from efla_lm.training.step import update
 from tests.training.parts import adamw, cut, ragged_batch, tiny_config
 from tests.training.test_graphs import StandIn

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from efla_lm.training.checkpoint import fault_in, newest_checkpoint, read_tensors
+from efla_lm.run.checkpoint import fault_in, newest_checkpoint, read_tensors
 from tests.training.launch import (
     MODELS,
     arguments,
@@ -163,7 +163,7 @@ def test_packed_documents_on_two_processes(two: Two, single: Path) -> None:
 
 def test_ragged_batch(two: Two) -> None:
     """Row C1 over ranks; and one rank's wish to stop reaches all."""
-    from efla_lm.training import distributed
+    from efla_lm.parallel import distributed
     from efla_lm.training.step import update
     from tests.training.parts import adamw, ragged_batch, sharded
 

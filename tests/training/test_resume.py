@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from efla_data.loader import SequentialLoader
+from efla_data.loader.batches import SequentialLoader
 from transformers import Mamba2ForCausalLM
 
 import train
 from efla_lm import EflaForCausalLM
-from efla_lm.training.checkpoint import read_tensors
-from efla_lm.training.metrics import read_rows
+from efla_lm.run.checkpoint import read_tensors
+from efla_lm.run.metrics import read_rows
 from scripts import convert
 from tests.training.corpus import VOCAB, write_corpus
 from tests.training.launch import (

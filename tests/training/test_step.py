@@ -8,19 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from efla_data.loader import WindowLoader
-from efla_data.token_file import TokenFile
-from efla_data.windows import StreamWindows
+from efla_data.loader.batches import WindowLoader
+from efla_data.loader.sequences import StreamWindows
+from efla_data.loader.token_file import TokenFile
 from torch import nn
 
 import train
 from efla_lm.errors import UserError
 from efla_lm.models import EflaForCausalLM, initialise
 from efla_lm.models.config import MIXERS
+from efla_lm.parallel import distributed
+from efla_lm.run.checkpoint import read_tensors
 from efla_lm.settings import LoopSettings
-from efla_lm.training import distributed, optim
-from efla_lm.training.budget import Budget, plan_budget
-from efla_lm.training.checkpoint import read_tensors
+from efla_lm.training import optim
+from efla_lm.training.batch_plan import Budget, plan_budget
 from efla_lm.training.step import Verdicts, update
 from tests.training.launch import MODELS, assert_same_weights, metrics, run_here
 from tests.training.parts import adamw, cut, not_finite_at, ragged_batch, sharded, tiny_config

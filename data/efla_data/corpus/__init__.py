@@ -1,0 +1,1 @@
+"""Text to token files. Start at `prepare`."""

@@ -1,0 +1,264 @@
+"""Text to token files: plan, tokenise unit by unit, put together, rename.
+
+    OUT.partial/plan.json            what is asked for: recipe, units with sizes and times of their files
+    OUT.partial/tokenizer/           found, or trained on the training documents; tokenizer_info.json says more
+    OUT.partial/units/000000.*       token files of each finished unit
+    OUT.partial/files/               the result, in the making
+    OUT/                             the result
+
+The same sources, tokenizer and recipe give the same bytes, whatever the number of processes. A run that was killed
+goes on where it stopped: an OUT.partial of the same plan is taken over, one of another plan is begun anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from efla_data.corpus.assemble import assemble
+from efla_data.corpus.manifest import FILE_NAME, Manifest, TokenizerInfo, load_manifest
+from efla_data.corpus.passes import tokenise
+from efla_data.corpus.progress import Progress
+from efla_data.corpus.readers import Tally, pydoc_topics, read_documents
+from efla_data.corpus.recipe import Recipe
+from efla_data.corpus.sources import Piece, plan_units
+from efla_data.corpus.tokenizer import (
+    LoadedTokenizer,
+    describe_tokenizer,
+    find_tokenizer,
+    save_tokenizer,
+    tokenizer_sha256,
+    train_tokenizer,
+)
+from efla_data.corpus.unit import is_held_out
+from efla_data.corpus.workers import INFO, PLAN, TOKENIZER, WORKERS_LOCK
+from efla_data.errors import DataError
+from efla_data.loader.token_file import TokenFile, file_sha256
+
+PLAN_VERSION = 2  # of the files in OUT.partial
+LOCK = "lock"
+WORKERS_WAIT = 60.0  # seconds
+TRAINING_BYTES = 1 << 28  # text from the beginning of the corpus that a tokenizer is trained on, at most
+
+
+def prepare(
+    recipe: Recipe,
+    out_dir: str | os.PathLike[str],
+    processes: int | None = None,
+    overwrite: bool = False,
+    show: Callable[[Progress], None] | None = None,
+) -> Manifest:
+    """Make the token files of `recipe` in `out_dir`; returns at once when they are there already.
+
+    processes: workers; None takes all cores this process may use. overwrite: replace token files of something else.
+    show: called about once a second. DataError for sources, tokenizers or settings that do not do, for token files of
+    another recipe in `out_dir`, and when another process is preparing the same folder.
+    """
+    recipe.check()
+    out = Path(out_dir).resolve()  # a link names the disk that is meant; the link itself stays
+    existing = None if overwrite else _existing(out, recipe)
+    if existing is not None:
+        return existing
+    units = plan_units(recipe)
+    _refuse_foreign(out)
+    partial = out.with_name(out.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    with _locked(partial), _room(partial):
+        _enter_plan(partial, recipe, units)
+        info = _enter_tokenizer(partial, recipe, units)
+        results, selection = tokenise(partial, recipe, units, processes or available_cores(), show)
+        files = partial / "files"
+        shutil.rmtree(files, ignore_errors=True)
+        files.mkdir()
+        manifest = assemble(partial, files, recipe, units, results, info, selection)
+        (files / TOKENIZER).mkdir()
+        for path in (partial / TOKENIZER).iterdir():
+            shutil.copy2(path, files / TOKENIZER)
+        _replace(files, out)
+        shutil.rmtree(partial)
+    return manifest
+
+
+def available_cores() -> int:
+    """Cores that this process may run on (a container or `taskset` may allow fewer than the machine has)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _existing(out: Path, recipe: Recipe) -> Manifest | None:
+    """The manifest of `out` if it holds what is asked for; None if it holds nothing; DataError if something else.
+
+    Local sources are compared by size and time, then hash. Hub data sets are not asked for again: no network is needed.
+    """
+    if not (out / FILE_NAME).is_file():
+        return None
+    advice = "set overwrite=true to replace it, or another data.dir"
+    manifest = load_manifest(out)
+    defaults = Recipe([]).to_dict()  # of choices that came after these files were made
+    for key, value in recipe.to_dict().items():
+        was = manifest.recipe.get(key, defaults[key])
+        if was != value:
+            raise DataError(
+                f"{out} was made with another data.{key.removeprefix('hub_')}: {was!r}, now {value!r}; {advice}"
+            )
+    if not any(source.startswith("hub:") for source in recipe.sources + (recipe.heldout_sources or [])):
+        _compare_sources(manifest, _files(plan_units(recipe)), f"{out} was made", advice)
+    local = Path(recipe.tokenizer).exists()
+    if local and tokenizer_sha256(find_tokenizer(recipe.tokenizer)) != manifest.tokenizer.sha256:
+        raise DataError(f"{out} was made before tokenizer {recipe.tokenizer} changed; {advice}")
+    for split in manifest.splits:
+        TokenFile.open(out, split)
+    return manifest
+
+
+def _compare_sources(
+    manifest: Manifest, files: dict[tuple[str, bool], tuple[int, int]], what: str, advice: str
+) -> None:
+    old = {(line["path"], line["heldout"]): line for line in manifest.sources}
+    if changed := sorted(path for path, _ in old.keys() ^ files.keys()):
+        raise DataError(f"{what} from other sources ({changed[0]} came or went); {advice}")
+    for source, (size, mtime_ns) in files.items():
+        if not _unchanged(old[source], size, mtime_ns):
+            raise DataError(f"{what} before {source[0]} changed; {advice}")
+
+
+def _files(units: list[list[Piece]]) -> dict[tuple[str, bool], tuple[int, int]]:
+    """(path, held out) -> (bytes, time of change) of every source."""
+    files: dict[tuple[str, bool], tuple[int, int]] = {}
+    for piece in (piece for unit in units for piece in unit):
+        size, _ = files.get((piece.path, piece.heldout), (0, 0))
+        files[piece.path, piece.heldout] = (size + piece.bytes, piece.mtime_ns)
+    return files
+
+
+def _unchanged(line: dict[str, Any], size: int, mtime_ns: int) -> bool:
+    """Whether a source is what the manifest saw: same size, and same time or (a copy) same hash."""
+    if line["path"].startswith("builtin:"):
+        return line["sha256"] == hashlib.sha256("\0".join(pydoc_topics()).encode()).hexdigest()
+    if line["bytes"] != size:
+        return False
+    return line["mtime_ns"] == mtime_ns or line["sha256"] is None or line["sha256"] == file_sha256(line["path"])
+
+
+def _refuse_foreign(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / FILE_NAME).is_file())):
+        raise DataError(f"data.dir: {out} exists and holds no token files; name a new folder")
+
+
+@contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    """One `prepare` at a time per folder; the lock goes with the process, however it ends.
+
+    Workers that outlive it for a moment are waited for: what they write would be mixed with what is written now.
+    """
+    with open(partial / LOCK, "w") as handle, open(partial / WORKERS_LOCK, "w") as workers:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _wait_for_lock(workers)
+        except BlockingIOError as error:
+            raise DataError(f"another process is preparing {partial}; wait for it or name another data.dir") from error
+        fcntl.flock(workers, fcntl.LOCK_UN)
+        yield
+
+
+def _wait_for_lock(handle: IO[str]) -> None:
+    """Until workers of a run that was killed have noticed; BlockingIOError if they do not."""
+    until = time.monotonic() + WORKERS_WAIT
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
+@contextmanager
+def _room(partial: Path) -> Iterator[None]:
+    """A full disk becomes a DataError that says where, and that nothing is lost."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DataError(
+            f"no space left on the disk of {partial}, where token files lie twice while they are put together; free "
+            "some, or name a data.dir with more, and run the command again: it goes on from the finished parts"
+        ) from error
+
+
+def _enter_plan(partial: Path, recipe: Recipe, units: list[list[Piece]]) -> None:
+    """Take over what an earlier run of the same plan left, or begin anew."""
+    plan = {
+        "version": PLAN_VERSION,
+        "recipe": recipe.to_dict(),
+        "tokenizer": tokenizer_sha256(find_tokenizer(recipe.tokenizer)) if recipe.tokenizer != "train" else None,
+        "units": [[dataclasses.asdict(piece) for piece in unit] for unit in units],
+    }
+    content = json.dumps(plan)
+    path = partial / PLAN
+    if not path.is_file() and any(item.name not in (LOCK, WORKERS_LOCK) for item in partial.iterdir()):
+        raise DataError(f"{partial} exists and was not left by an earlier run; remove it or name another data.dir")
+    if not path.is_file() or path.read_text(encoding="utf-8") != content:
+        for item in partial.iterdir():
+            if item.is_dir():
+                shutil.rmtree(item)
+            elif item.name not in (LOCK, WORKERS_LOCK):
+                item.unlink()
+        _write(path, content)
+    (partial / "units").mkdir(exist_ok=True)
+    for item in (partial / "units").iterdir():
+        if item.name.split(".")[1].isdigit():  # NUMBER.PROCESS.*: what a killed worker was writing
+            item.unlink()
+
+
+def _enter_tokenizer(partial: Path, recipe: Recipe, units: list[list[Piece]]) -> TokenizerInfo:
+    """The tokenizer kept in OUT.partial: an earlier run's, else found or trained now."""
+    if (partial / INFO).is_file():
+        return TokenizerInfo(**json.loads((partial / INFO).read_text(encoding="utf-8")))
+    if recipe.tokenizer == "train":
+        tokenizer: LoadedTokenizer = train_tokenizer(_training_texts(recipe, units), recipe.vocab_size)
+    else:
+        tokenizer = find_tokenizer(recipe.tokenizer)
+    info = describe_tokenizer(tokenizer, recipe.bos)
+    save_tokenizer(tokenizer, partial / TOKENIZER, info.add_bos)
+    _write(partial / INFO, json.dumps(dataclasses.asdict(info)))
+    return info
+
+
+def _training_texts(recipe: Recipe, units: list[list[Piece]]) -> Iterator[str]:
+    """Training documents (never a held-out one) from the beginning of the corpus, TRAINING_BYTES of them."""
+    size = 0
+    for piece in (piece for unit in units for piece in unit if not piece.heldout):
+        for text, encoded in read_documents(piece, recipe.text_field, Tally()):
+            if not is_held_out(encoded, recipe):
+                yield text
+                size += len(encoded)
+            if size >= TRAINING_BYTES:
+                return
+
+
+def _write(path: Path, content: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(content, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _replace(files: Path, out: Path) -> None:
+    """Give the finished folder its name; what had the name before is removed only then."""
+    old = out.with_name(f"{out.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists() and any(out.iterdir()):
+        os.rename(out, old)
+    os.rename(files, out)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,169 @@
+"""Which of the documents that were read stay: without duplicates, as a sample of the whole, down to a token budget.
+
+Decided when all units are done, from what they kept of each document (`unit.KEY_DTYPE`), in an order that depends on
+the sources alone: held-out documents first, then training ones, each in the order of the units. So the outcome is the
+same for any number of processes and after any interruption, and a text is held out and trained on never.
+
+    duplicates   of documents with equal hashes (128 bits) the first one stays
+    sample       documents whose hash (64 bits) is at most c; c is the smallest hash with which training reaches its
+                 budget. Documents that are held out by their hash are sampled alike, held-out sources are not
+    head         training documents up to the one that reaches the budget, held-out ones of the units up to it
+
+Memory is a bucket of hashes (a million or two) and one unit's documents; a byte for each document lies in a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from efla_data.corpus.recipe import Recipe
+from efla_data.corpus.unit import KEY_DTYPE, UnitResult, unit_prefix
+from efla_data.loader.token_file import INDEX_DTYPE
+
+Part = tuple[int, str]  # (unit, split)
+DROPPED, KEPT, DUPLICATE = 0, 1, 2
+BUCKET = 1 << 20  # documents that one bucket of hashes holds, about
+MOST_BUCKETS = 1 << 9
+RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("number", "<u8")])
+BIN_BITS = 16  # bins of hashes in which the tokens of a sample are counted
+
+
+class Selection:
+    """The documents of all units, and which of them stay. A part is one split of one unit."""
+
+    def __init__(self, folder: Path, parts: list[Part], results: dict[int, UnitResult]) -> None:
+        self.work = folder / "selection"
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir()
+        self._folder, self.parts = folder, parts
+        self._counts = {part: results[part[0]].shards[part[1]].documents for part in parts}
+        self._first, total = {}, 0
+        for part in parts:
+            self._first[part] = total
+            total += self._counts[part]
+        self.documents = total
+        with open(self.work / "keep.bin", "wb") as handle:  # written out: a full disk shows here, not in the map
+            for first in range(0, max(total, 1), BUCKET):
+                handle.write(bytes([KEPT]) * min(BUCKET, max(total, 1) - first))
+        self._keep = np.memmap(self.work / "keep.bin", dtype=np.uint8, mode="r+")
+
+    def mask(self, part: Part) -> np.ndarray:
+        """bool [documents of the part]: which stay."""
+        first = self._first[part]
+        return self._keep[first : first + self._counts[part]] == KEPT
+
+    def keys(self, part: Part) -> np.ndarray:
+        """KEY_DTYPE [documents of the part]."""
+        return np.fromfile(f"{unit_prefix(self._folder, part[0])}.{part[1]}.key", dtype=KEY_DTYPE)
+
+    def lengths(self, part: Part) -> np.ndarray:
+        """Tokens of each document of the part, int64."""
+        ends = np.fromfile(f"{unit_prefix(self._folder, part[0])}.{part[1]}.idx", dtype=INDEX_DTYPE)
+        return np.diff(ends.astype(np.int64), prepend=0)
+
+    def drop(self, part: Part, which: np.ndarray) -> None:
+        """Let go of the documents `which` (bool) for the budget's sake, whether they are duplicates or not."""
+        first = self._first[part]
+        self._keep[first : first + len(which)][which] = DROPPED
+
+    def drop_duplicates(self, numbers: np.ndarray) -> None:
+        """Let go of documents by their numbers in the order of all parts."""
+        self._keep[numbers] = DUPLICATE
+
+    def duplicates(self) -> int:
+        """Documents that do not stay for that reason alone."""
+        return sum(
+            int(np.count_nonzero(self._keep[first : first + BUCKET] == DUPLICATE))
+            for first in range(0, self.documents, BUCKET)
+        )
+
+    def train_tokens(self) -> int:
+        """Training tokens that stay."""
+        return sum(int(self.lengths(part)[self.mask(part)].sum()) for part in self.parts if part[1] == "train")
+
+
+def select(
+    folder: Path, recipe: Recipe, training: list[int], heldout: list[int], results: dict[int, UnitResult]
+) -> Selection:
+    """Decide over the finished units `training` and `heldout`, each in order."""
+    parts = [(unit, "heldout") for unit in heldout + training] + [(unit, "train") for unit in training]
+    selection = Selection(folder, parts, results)
+    if recipe.deduplicate:
+        _drop_duplicates(selection)
+    if recipe.sample == "documents":
+        assert recipe.max_tokens is not None
+        least = min(results[unit].below for unit in training)  # up to here every unit has all of its documents
+        sampled = [part for part in parts if part[0] in set(training)]
+        for part in sampled:
+            selection.drop(part, selection.keys(part)["high"] > least - 1)
+        bound = _sample_bound(training, selection, recipe.max_tokens)
+        for part in sampled:
+            selection.drop(part, selection.keys(part)["high"] > bound)
+    elif recipe.max_tokens is not None:
+        _drop_behind(training, selection, recipe.max_tokens)
+    return selection
+
+
+def _drop_behind(training: list[int], selection: Selection, left: int) -> None:
+    """Keep training documents up to the one that brings them to `left` tokens; of units behind it nothing."""
+    for unit in training:
+        lengths = selection.lengths((unit, "train")) * selection.mask((unit, "train"))
+        if left <= 0:
+            selection.drop((unit, "heldout"), np.ones(len(selection.mask((unit, "heldout"))), dtype=bool))
+        selection.drop((unit, "train"), np.cumsum(lengths) - lengths >= left)
+        left -= int(lengths.sum())
+
+
+def _drop_duplicates(selection: Selection) -> None:
+    """Hashes are dealt into files by their first bits, then each file is sorted by itself."""
+    bits = min(max(selection.documents // BUCKET, 1), MOST_BUCKETS).bit_length() - 1
+    paths = [selection.work / f"{bucket}.bin" for bucket in range(1 << bits)]
+    number = 0
+    with contextlib.ExitStack() as stack:
+        handles = [stack.enter_context(open(path, "wb")) for path in paths]
+        for part in selection.parts:
+            keys = selection.keys(part)
+            records = np.empty(len(keys), dtype=RECORD)
+            records["high"], records["low"] = keys["high"], keys["low"]
+            records["number"] = number + np.arange(len(keys))
+            number += len(keys)
+            buckets = (keys["high"] >> np.uint64(64 - bits)).astype(np.int64) if bits else np.zeros(len(keys), np.int64)
+            order = np.argsort(buckets, kind="stable")
+            edges = np.searchsorted(buckets[order], np.arange(len(paths) + 1))
+            for bucket, handle in enumerate(handles):
+                handle.write(records[order[edges[bucket] : edges[bucket + 1]]].tobytes())
+    for path in paths:
+        records = np.fromfile(path, dtype=RECORD)
+        records = records[np.lexsort((records["number"], records["low"], records["high"]))]
+        same = (records["high"][1:] == records["high"][:-1]) & (records["low"][1:] == records["low"][:-1])
+        selection.drop_duplicates(records["number"][1:][same].astype(np.int64))
+        path.unlink()
+
+
+def _sample_bound(training: list[int], selection: Selection, budget: int) -> int:
+    """The smallest hash c such that training documents with hashes up to c hold `budget` tokens; the largest if none
+    does. First in bins of hashes, then document by document in the bin where the budget is reached."""
+
+    def documents() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        for part in ((unit, "train") for unit in training):
+            mask = selection.mask(part)
+            high = selection.keys(part)["high"][mask]
+            yield high, (high >> np.uint64(64 - BIN_BITS)).astype(np.int64), selection.lengths(part)[mask]
+
+    bins = np.zeros(1 << BIN_BITS, dtype=np.int64)
+    for _, places, lengths in documents():
+        np.add.at(bins, places, lengths)
+    totals = np.cumsum(bins)
+    if totals[-1] < budget:
+        return (1 << 64) - 1
+    chosen = int(np.searchsorted(totals, budget))
+    inside = [(high[places == chosen], lengths[places == chosen]) for high, places, lengths in documents()]
+    high, lengths = (np.concatenate(column) for column in zip(*inside, strict=True))
+    order = np.argsort(high, kind="stable")
+    reached = totals[chosen] - bins[chosen] + np.cumsum(lengths[order])
+    return int(high[order][np.searchsorted(reached, budget)])

@@ -1,0 +1,1 @@
+"""Token files to batches. Start at `batches`."""

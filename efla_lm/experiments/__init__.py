@@ -1,1 +1,0 @@
-"""The paper's small experiments: sequential MNIST, the MAD suite, and the discretisation error of a trained model."""

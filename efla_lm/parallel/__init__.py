@@ -1,0 +1,1 @@
+"""Processes, devices and memory: sharding, gradient sums, CUDA graphs, activation checkpointing, signals."""

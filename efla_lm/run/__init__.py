@@ -1,0 +1,1 @@
+"""The run directory and what is written to it: checkpoints, metrics, exports."""

@@ -1,0 +1,243 @@
+"""Training checkpoints: sharded by torch.distributed.checkpoint, whole or not there at all, read by any number of
+processes.
+
+    RUN/checkpoints/step-N/
+        .metadata, __R_0.distcp   tensors `model.NAME` and `optim.NAME.{step,exp_avg,exp_avg_sq}`, fp32
+        config.json               the model's Hugging Face config
+        meta.json                 step, tokens, identity, sizes of the files, where the tokenizer is
+    RUN/checkpoints/step-N.tmp    being written, or left by a crash: never read
+
+They are written by `efla_lm.run.save`, found and read here.
+
+`identity` holds what a continued run must share with the saved one (model, data fingerprint, context, batch, seed). The
+learning rate and the data position are functions of the step, and nothing after the initial weights draws random
+numbers, so that no more needs to be kept.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from efla_lm.errors import UserError
+from efla_lm.parallel.distributed import World
+
+FORMAT = 1
+META = "meta.json"
+
+
+@dataclass(frozen=True)
+class CheckpointMeta:
+    """What meta.json says. Paths in it are relative to the checkpoint, so that a run directory can be moved."""
+
+    step: int  # updates done, which is also the index of the next one
+    tokens: int  # positions consumed
+    identity: dict[str, Any]
+    skipped_steps: int = 0
+    tokenizer: str = "../../tokenizer"
+    world_size: int = 1
+    versions: dict[str, str] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)  # name -> bytes, of all other files here
+    format: int = FORMAT
+
+
+def checkpoints_in(run_dir: Path) -> list[Path]:
+    """Directories `step-N` of a run, by step; complete or not."""
+    found = [p for p in (run_dir / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", p.name) and p.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(step_dir: Path) -> int:
+    return int(step_dir.name.removeprefix("step-"))
+
+
+def fault_in(step_dir: Path) -> str | None:
+    """Why this checkpoint cannot be used, or None if it is whole (a check of sizes: it reads no tensors)."""
+    try:
+        meta = read_meta(step_dir)
+    except UserError as error:
+        return str(error)
+    for name, size in meta.files.items():
+        path = step_dir / name
+        if not path.is_file() or path.stat().st_size != size:
+            got = f"{path.stat().st_size} bytes" if path.is_file() else "nothing"
+            return f"{path}: expected {size} bytes, found {got}"
+    return None
+
+
+def damage_in(step_dir: Path, prefix: str = "") -> str | None:
+    """As `fault_in`, but every byte of the tensors whose names begin with `prefix` is read and must have the CRC-32
+    that torch.save put beside it: sizes alone would let a flipped bit, or zeros after a power cut, become a weight."""
+    if fault := fault_in(step_dir):
+        return fault
+    try:
+        stored = read_metadata(step_dir).storage_data
+    except Exception as error:  # a pickle: damage may come out as nearly any error
+        return f"{step_dir / '.metadata'}: cannot be read ({error})"
+
+    def check(name: str, path: Path, offset: int, length: int) -> str | None:
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                content = io.BytesIO(file.read(length))
+            wrong = zipfile.ZipFile(content).testzip()
+            content.seek(0)
+            torch.load(content, map_location="meta", weights_only=True)  # no data; more of the framing than zipfile
+        except Exception as error:  # of the file system, or whatever damaged framing makes zipfile and zlib raise
+            return f"{path}: {name} cannot be read ({error})"
+        return f"{path}: {name} has another checksum than when it was saved" if wrong else None
+
+    pieces = [
+        (index.fqn, step_dir / info.relative_path, info.offset, info.length)
+        for index, info in stored.items()
+        if index.fqn.startswith(prefix)
+    ]
+    with ThreadPoolExecutor(4) as pool:  # each holds one tensor (or one rank's shard of it)
+        return next(filter(None, pool.map(lambda piece: check(*piece), pieces)), None)
+
+
+def newest_checkpoint(
+    run_dir: Path, warn: Callable[[str], None] = print, fault: Callable[[Path], str | None] = fault_in
+) -> Path | None:
+    """The newest whole checkpoint of a run, or None if the run has none yet; passing over a damaged one is reported.
+
+    fault: says why one cannot be used, `fault_in` or `damage_in`. Raises UserError where checkpoints are there and none
+    is whole: starting again from nothing must be the user's decision.
+    """
+    found = checkpoints_in(run_dir)
+    for step_dir in reversed(found):
+        why = fault(step_dir)
+        if why is None:
+            return step_dir
+        warn(f"passing over a damaged checkpoint: {why}")
+    if found:
+        raise UserError(f"{run_dir}/checkpoints: none of {len(found)} is whole; remove them to start again")
+    return None
+
+
+def find_checkpoint(
+    path: Path, warn: Callable[[str], None] = print, fault: Callable[[Path], str | None] = fault_in
+) -> Path:
+    """The checkpoint that `path` (a run directory or a step-N directory) means. Raises UserError if there is none."""
+    if (path / META).is_file() or re.fullmatch(r"step-\d+", path.name):
+        if why := fault(path):
+            raise UserError(f"damaged checkpoint: {why}")
+        return path
+    newest = newest_checkpoint(path, warn, fault)
+    if newest is None:
+        raise UserError(f"{path}: no checkpoint here (expected checkpoints/step-N/{META})")
+    return newest
+
+
+def read_meta(step_dir: Path) -> CheckpointMeta:
+    path = step_dir / META
+    try:
+        content = json.loads(path.read_text())
+        if content.get("format") != FORMAT:
+            raise UserError(f"{path}: expected format {FORMAT}, got {content.get('format')}")
+        return CheckpointMeta(**content)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file, so the checkpoint is not whole") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: not a checkpoint description ({error})") from None
+
+
+def check_identity(step_dir: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise UserError naming the first key in which this run differs from the saved one."""
+    for key in dict.fromkeys([*saved, *ours]):  # data.packing before what belongs to it
+        if saved.get(key) != ours.get(key):
+            raise UserError(
+                f"{step_dir}: saved with {key}={saved.get(key)!r}, this run has {key}={ours.get(key)!r}: "
+                f"set it back to continue, or choose a new name= (or resume=never) to start another run"
+            )
+
+
+def training_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    """All tensors of the training state by name; tied parameters once. They share storage with the model and
+    optimiser."""
+    tensors: dict[str, Tensor] = {}
+    state = model.state_dict()  # FSDP's hooks make sure that these are the sharded masters
+    names = [name for name, _ in model.named_parameters()]
+    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(names)
+    for name, tensor in state.items():
+        if name not in shared:
+            tensors[f"model.{name}"] = tensor
+    if optimizer is not None:
+        for name, parameter in model.named_parameters():
+            for key, value in optimizer.state[parameter].items():
+                tensors[f"optim.{name}.{key}"] = value
+    return tensors
+
+
+def load_checkpoint(step_dir: Path, model: nn.Module, optimizer: Optimizer | None, world: World) -> CheckpointMeta:
+    """Read a checkpoint of any world size into the (sharded) model and optimiser, in place, and return its meta.
+
+    Raises UserError naming the tensor if one is missing, left over, or of another shape.
+    """
+    tensors = training_tensors(model, optimizer)
+    saved = {k: s for k, s in _saved_sizes(step_dir).items() if optimizer is not None or k.startswith("model.")}
+    ours = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted({*saved, *ours}):
+        if saved.get(name) != ours.get(name):
+            there, here = saved.get(name, "no such tensor"), ours.get(name, "no such tensor")
+            raise UserError(f"{step_dir}: checkpoint of another model: {name} is {there} there and {here} here")
+    dcp.load(tensors, storage_reader=FileSystemReader(step_dir), process_group=world.control)
+    return read_meta(step_dir)
+
+
+def load_model_weights(step_dir: Path) -> dict[str, Tensor]:
+    """The fp32 weights of a checkpoint as a state dict on the CPU, read by one process with no process group.
+
+    Of tied parameters only the first name is there: tie after loading. Raises UserError if the checkpoint is not whole.
+    """
+    return {name.removeprefix("model."): tensor for name, tensor in read_tensors(step_dir, "model.").items()}
+
+
+def read_tensors(step_dir: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The whole tensors of a checkpoint whose names begin with `prefix`, on the CPU, by name."""
+    if fault := damage_in(step_dir, prefix):
+        raise UserError(f"damaged checkpoint: {fault}")
+    tensors: dict[str, Any] = {
+        name: torch.empty(meta.size, dtype=meta.properties.dtype)
+        for name, meta in read_metadata(step_dir).state_dict_metadata.items()
+        if isinstance(meta, TensorStorageMetadata) and name.startswith(prefix)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "assuming the intent is to load in a single process": it is
+        dcp.load(tensors, storage_reader=FileSystemReader(step_dir), no_dist=True)
+    return tensors
+
+
+def tokenizer_dir(step_dir: Path) -> Path:
+    """The folder of the tokenizer that a checkpoint was trained with."""
+    return (step_dir / read_meta(step_dir).tokenizer).resolve()
+
+
+def read_metadata(step_dir: Path) -> Metadata:
+    """What torch.distributed.checkpoint says of its tensors and files."""
+    return FileSystemReader(step_dir).read_metadata()
+
+
+def _saved_sizes(step_dir: Path) -> dict[str, tuple[int, ...]]:
+    return {
+        name: tuple(meta.size)
+        for name, meta in read_metadata(step_dir).state_dict_metadata.items()
+        if isinstance(meta, TensorStorageMetadata)
+    }

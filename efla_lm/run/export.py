@@ -1,0 +1,69 @@
+"""From a training checkpoint to a Hugging Face folder: config.json, model.safetensors (fp32), the tokenizer.
+
+One process reads the checkpoint; nothing is collective, so nothing can wait for a rank that does not come.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers.utils import logging
+
+from efla_lm.errors import UserError
+from efla_lm.models import EflaConfig, EflaForCausalLM
+from efla_lm.run.checkpoint import load_model_weights, tokenizer_dir
+
+
+def load_model(step_dir: Path) -> EflaForCausalLM:
+    """The model of a checkpoint, fp32 on the CPU, in evaluation mode, with backend `auto`: it may be used where the
+    one that trained it does not run. Raises UserError if the two do not fit."""
+    config = EflaConfig.from_pretrained(step_dir)
+    config.backend = "auto"
+    model = EflaForCausalLM(config)
+    missing, unexpected = model.load_state_dict(load_model_weights(step_dir), strict=False)
+    model.tie_weights()
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
+    if wrong := sorted({*missing, *unexpected} - tied):
+        raise UserError(f"{step_dir}: its tensors do not fit its config.json: {wrong[0]} is missing or left over")
+    return model.eval()
+
+
+def export_checkpoint(step_dir: Path, out: Path) -> Path:
+    """Write the model and tokenizer of a checkpoint to `out`, for `AutoModelForCausalLM.from_pretrained` after
+    `import efla_lm`. The folder appears whole, in place of an older export. Returns `out`.
+
+    Raises UserError if the tokenizer is missing, or if `out` holds anything but an export.
+    """
+    tokenizer = tokenizer_dir(step_dir)
+    if not tokenizer.is_dir():
+        raise UserError(f"{tokenizer}: the tokenizer of {step_dir} is missing, so the export would be incomplete")
+    model = load_model(step_dir)
+    with whole_folder(out) as partial:
+        logging.disable_progress_bar()  # one bar per file, drawn over the live line of training
+        model.save_pretrained(partial)
+        shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
+    return out
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `out` once the block is done, in place of an older export.
+
+    Raises UserError if `out` holds anything but an export.
+    """
+    if out.exists() and not (out / "config.json").is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: holds something else than an export; choose another folder")
+    partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if out.exists():
+            os.rename(out, partial.with_suffix(".old"))
+        os.rename(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial.with_suffix(".old"), ignore_errors=True)

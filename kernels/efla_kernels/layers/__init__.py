@@ -1,0 +1,1 @@
+"""The layers around a mixer: short convolution, norms, linear layers, SwiGLU, cross-entropy."""

@@ -1,0 +1,211 @@
+"""Linear layer and cross-entropy together, without the logits of all tokens in memory.
+
+For rows in blocks of R, as many as `logit_rows` says:
+
+    logits = h W^T (fp32 sums of 16-bit products),  loss_i = log sum_v exp(logits_iv) - logits_it,
+    G = softmax(logits) - onehot(t),  dh = G W,  dW += G^T h (fp32 sums).
+
+The gradients are ready in the forward pass, which keeps them instead of the logits; the backward pass only scales them
+by the incoming gradient, and rounds dW to the weight's type.
+
+One buffer of R fp32 rows serves all blocks: a row's G, in the inputs' type, takes the place of its logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from efla_kernels.launch.dispatch import launch
+from efla_kernels.launch.interpreter import INTERPRETED
+from efla_kernels.layers.cross_entropy import logit_rows
+from efla_kernels.layers.tuned_matmul.matmul import add_product, product
+
+SCALED = 2048  # elements per program of `scale_kernel`
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+MOST_HELD = 32768  # columns of a row that the registers of one program hold, 32 in each of 1024 threads
+BLOCK = 16384  # columns at a time of a longer row, 16 in each thread: two rows of a multiprocessor at once
+
+
+@triton.jit
+def exponent(x, c):
+    """x log2(e) - c, rounded once."""
+    if INTERPRETED:
+        return (x.to(tl.float64) * LOG2_E - c).to(tl.float32)
+    else:
+        return tl.fma(x, LOG2_E, -c)
+
+
+@triton.jit
+def exp2(x):
+    """2^x in one instruction, without guards for what is smaller than normal numbers."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def raised(x, c):
+    """exp(x - top), up to the rounding of c, for c = top log2(e): a multiply-add and an exponential."""
+    return exp2(exponent(x, c))
+
+
+@triton.jit
+def scaled_top(top):
+    """The c of `raised`; a number where there is nothing but -inf."""
+    return tl.where(top == float("-inf"), 0.0, top * LOG2_E)
+
+
+@triton.jit
+def fetch(row, V, LINES: tl.constexpr):
+    """Ask for a row of V fp32 numbers to be brought into the L2 cache, in lines of 32."""
+    place = (row + tl.minimum(tl.arange(0, LINES) * 32, V - 1)).to(tl.int64, bitcast=True)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits,  # [R, V] fp32
+    gradient,  # out, the same memory; rows `stride` elements of its own type apart
+    targets,  # [R], negative where ignored
+    losses,  # out [R] fp32
+    V,
+    stride,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """One row: its loss, and with GRADIENT softmax - onehot; both 0 where the target is ignored.
+
+    HELD: the row fits into BLOCK columns, is read once and stays in registers as exponentials. Where it fills a
+    multiprocessor's registers, nothing else runs there while it waits for memory: it has the row that comes AHEAD rows
+    later brought into the L2 cache. Without HELD a row is read twice, with a running maximum for 16 columns at a time.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    following = logits + tl.minimum(row + AHEAD, tl.num_programs(0) - 1) * V
+    logits += row * V
+    gradient += row * stride
+    target = tl.load(targets + row)
+    counted = target >= 0
+    end = tl.where(counted, V, 0)  # of an ignored row nothing is read: its gradient is 0 whatever the logits are
+    at_target = tl.load(logits + tl.maximum(target, 0))
+    if HELD:
+        columns = tl.arange(0, BLOCK)
+        x = tl.load(logits + columns, mask=columns < end, other=float("-inf"), eviction_policy="evict_first")
+        if AHEAD:
+            fetch(following, V, BLOCK // 32)
+        top = tl.max(x, 0)
+        c = scaled_top(top)
+        e = raised(x, c)
+        total = tl.sum(e, 0)
+    else:
+        # lanes first, which puts threads along them: the other axes lie within a thread
+        LANES: tl.constexpr = BLOCK // 16
+        lanes, sixteen = tl.arange(0, LANES)[:, None, None], tl.arange(0, 4)
+        columns = lanes * 4 + sixteen[None, :, None] * (4 * LANES) + sixteen[None, None, :]
+        largest = tl.full([LANES], float("-inf"), tl.float32)
+        scaled = largest
+        sums = tl.zeros([LANES], tl.float32)
+        for start in range(0, V, BLOCK):
+            x = tl.load(logits + start + columns, mask=start + columns < end, other=float("-inf"))
+            largest = tl.maximum(largest, tl.max(tl.max(x, 2), 1))
+            c = scaled_top(largest)
+            sums = sums * exp2(scaled - c) + tl.sum(tl.sum(raised(x, c[:, None, None]), 2), 1)
+            scaled = largest * LOG2_E
+        top = tl.max(largest, 0)
+        c = scaled_top(top)
+        total = tl.sum(sums * exp2(scaled - c), 0)
+    log_sum = tl.log(total) - exponent(top, c) * LN_2  # of exp(x - top): c is rounded, and every term off by as much
+    tl.store(losses + row, tl.where(counted, top - at_target + log_sum, 0.0))
+    if GRADIENT:
+        factor = tl.where(counted, 1.0 / total, 0.0)
+        if HELD:
+            tl.debug_barrier()  # the row lies over logits that other threads have loaded
+            tl.store(gradient + columns, (e * factor).to(gradient.dtype.element_ty), mask=columns < V)
+        else:
+            for start in range(0, V, BLOCK):
+                at = start + columns
+                x = tl.load(logits + at, mask=at < end, other=float("-inf"), eviction_policy="evict_first")
+                # what is stored next lies over logits that other threads load up to here, never over later ones
+                tl.debug_barrier()
+                p = raised(x, c) * factor
+                tl.store(gradient + at, p.to(gradient.dtype.element_ty), mask=at < V)
+        tl.debug_barrier()  # the target's own number comes last
+        p = raised(at_target, c) * factor - 1.0
+        tl.store(gradient + target, p.to(gradient.dtype.element_ty), mask=counted)
+
+
+def launch_shape(V: int, device: torch.device) -> dict[str, Any]:
+    """Constants and warps of the kernel for rows of V columns."""
+    if V > MOST_HELD:
+        return {"BLOCK": BLOCK, "HELD": False, "AHEAD": 0, "num_warps": BLOCK // 512}
+    block = max(1024, triton.next_power_of_2(V))
+    fills = block == MOST_HELD and device.type == "cuda"
+    ahead = torch.cuda.get_device_properties(device).multi_processor_count if fills else 0
+    return {"BLOCK": block, "HELD": True, "AHEAD": ahead, "num_warps": block // 1024}
+
+
+@triton.jit
+def scale_kernel(x, factor, y, N, BLOCK: tl.constexpr):
+    """y = factor x in fp32, for contiguous x of N elements; factor is a number in fp32 on the device."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < N
+    scaled = tl.load(x + at, mask=inside).to(tl.float32) * tl.load(factor)
+    tl.store(y + at, scaled.to(y.dtype.element_ty), mask=inside)
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """factor x in `dtype`; torch would round the factor (1 / tokens, often) to 16 bits first, off by up to 0.4 %."""
+    y = torch.empty_like(x, dtype=dtype)
+    launch(scale_kernel, -(-x.numel() // SCALED), x, factor.float(), y, x.numel(), BLOCK=SCALED, num_warps=4)
+    return y
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        wanted, (N, V) = any(ctx.needs_input_grad), (hidden.shape[0], weight.shape[0])
+        losses = torch.empty(N, device=hidden.device, dtype=torch.float32)
+        d_hidden = torch.empty_like(hidden) if wanted else None
+        d_weight = torch.zeros(weight.shape, device=weight.device, dtype=torch.float32) if wanted else None
+        most = logit_rows(N, V)
+        buffer = torch.empty(most, V, device=hidden.device, dtype=torch.float32)
+        shape = launch_shape(V, hidden.device)
+        rows = buffer.view(hidden.dtype)  # [R, V * 4 / size of the type]: of each row the first V are used
+        for start in range(0, N, max(most, 1)):
+            h, t = hidden[start : start + most], targets[start : start + most]
+            R = h.shape[0]
+            product(h, weight.t(), out=buffer[:R])
+            cross_entropy_kernel[(R,)](buffer, rows, t, losses[start:], V, rows.stride(0), GRADIENT=wanted, **shape)
+            if d_hidden is not None and d_weight is not None:
+                gradient = rows[:R, :V]
+                product(gradient, weight, out=d_hidden[start : start + R])
+                add_product(d_weight, gradient.t(), h)
+        del buffer, rows
+        if d_hidden is not None and d_weight is not None:
+            ctx.save_for_backward(d_hidden, d_weight)
+            ctx.dtype = weight.dtype
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        d_hidden, d_weight = ctx.saved_tensors
+        return _scaled(d_hidden, gradient, d_hidden.dtype), _scaled(d_weight, gradient, ctx.dtype), None
+
+
+def fused_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """`efla_kernels.linear_cross_entropy` on a GPU; hidden and weight in bf16, fp16 or fp32."""
+    return _LinearCrossEntropy.apply(hidden.contiguous(), weight, targets.contiguous())

@@ -1,0 +1,192 @@
+"""Kernels of the RMS norms that `efla_kernels.layers.norm_linear` describes: each reads and writes its tensors once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from efla_kernels.launch.arguments import power_of_two
+from efla_kernels.launch.dispatch import launch
+
+TILE, MOST_COLUMNS = 4096, 1024  # numbers and columns of a tile of `norm_kernel`
+TILE_WITH_GATES = (64, 128)  # its rows and columns there: 64 rows are what Hopper's wide products take
+LEAST_GATES = 16  # columns of its product
+PER_WARP = 1024  # numbers of each tensor that a warp of the other kernels holds
+
+
+@triton.jit(do_not_specialize=["N"])
+def norm_kernel(
+    h,  # [N, D]
+    narrow,  # [G, D]
+    r,  # [N] fp32
+    logits,  # [N, G]
+    N,
+    eps,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    GATES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """r = 1 / sqrt(mean(h^2) + eps), logits = r * (h narrow^T), a block of columns at a time."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < N
+    place = rows.to(tl.int64)[:, None] * D
+    gates = tl.arange(0, GATES)
+    squares = tl.zeros([ROWS, BLOCK], tl.float32)
+    sums = tl.zeros([ROWS, GATES], tl.float32)
+    for start in range(0, D, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        hidden = tl.load(h + place + columns[None, :], mask=inside[:, None] & (columns < D)[None, :], other=0.0)
+        wide = hidden.to(tl.float32)
+        squares += wide * wide
+        if G:
+            there = (columns < D)[:, None] & (gates < G)[None, :]
+            weights = tl.load(narrow + gates[None, :] * D + columns[:, None], mask=there, other=0.0)
+            sums = tl.dot(hidden, weights, sums, input_precision="ieee")
+    scale = 1.0 / tl.sqrt(tl.sum(squares, 1) / D + eps)
+    tl.store(r + rows, scale, mask=inside)
+    if G:
+        mask = inside[:, None] & (gates < G)[None, :]
+        at = logits + rows.to(tl.int64)[:, None] * G + gates[None, :]
+        tl.store(at, (sums * scale[:, None]).to(logits.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def norm_gradient_kernel(
+    g,  # [N, D] gradient of h by the wide products; dx takes its place
+    dh,  # [N, D] gradient of h as it is; not read without RESIDUAL
+    h,  # [N, D]
+    r,  # [N] fp32
+    logits,  # [N, G]
+    d_logits,  # [N, G]
+    narrow,  # [G, D]
+    slopes,  # [N, G] r * d_logits
+    N,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    GATES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """dx = dh + g' - h r^2 <g', h> / D,   g' = g + slopes narrow,   <slopes narrow, h> = <d_logits, logits>."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = rows < N
+    mask = inside[:, None] & (columns < D)[None, :]
+    place = rows.to(tl.int64)[:, None] * D + columns[None, :]
+    dx = tl.load(g + place, mask=mask, other=0.0).to(tl.float32)
+    hidden = tl.load(h + place, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(r + rows, mask=inside, other=0.0)
+    inner = tl.sum(dx * hidden, 1)
+    if G:
+        gates = tl.arange(0, GATES)
+        there = inside[:, None] & (gates < G)[None, :]
+        at = rows.to(tl.int64)[:, None] * G + gates[None, :]
+        slope = tl.load(d_logits + at, mask=there, other=0.0).to(tl.float32)
+        inner += tl.sum(slope * tl.load(logits + at, mask=there, other=0.0).to(tl.float32), 1)
+        tl.store(slopes + at, (slope * scale[:, None]).to(slopes.dtype.element_ty), mask=there)
+        more = tl.zeros([ROWS, BLOCK], tl.float32)
+        for gate in tl.static_range(G):  # so few that a product of matrices would cost more in moves between layouts
+            one = tl.load(d_logits + rows.to(tl.int64) * G + gate, mask=inside, other=0.0).to(tl.float32)
+            weights = tl.load(narrow + gate * D + columns, mask=columns < D, other=0.0).to(tl.float32)
+            more += one[:, None] * weights[None, :]
+        dx += more * scale[:, None]
+    dx -= hidden * (inner * scale * scale / D)[:, None]
+    if RESIDUAL:
+        dx += tl.load(dh + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(g + place, dx.to(g.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def unit_kernel(x, y, r, N, eps, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """r = 1 / sqrt(mean(x^2) + eps), y = x r; x, y [N, D], r [N] fp32."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    mask = (rows < N)[:, None] & (columns < D)[None, :]
+    place = rows.to(tl.int64)[:, None] * D + columns[None, :]
+    wide = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / D + eps)
+    tl.store(y + place, (wide * scale[:, None]).to(y.dtype.element_ty), mask=mask)
+    tl.store(r + rows, scale, mask=rows < N)
+
+
+@triton.jit(do_not_specialize=["N"])
+def unit_gradient_kernel(dy, y, r, dx, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """dx = r (dy - y <dy, y> / D)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    mask = (rows < N)[:, None] & (columns < D)[None, :]
+    place = rows.to(tl.int64)[:, None] * D + columns[None, :]
+    slope = tl.load(dy + place, mask=mask, other=0.0).to(tl.float32)
+    wide = tl.load(y + place, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(r + rows, mask=rows < N, other=0.0)
+    slope -= wide * (tl.sum(slope * wide, 1) / D)[:, None]
+    tl.store(dx + place, (slope * scale[:, None]).to(dx.dtype.element_ty), mask=mask)
+
+
+def _whole_rows(N: int, D: int) -> tuple[int, dict[str, int]]:
+    """Programs and options of a kernel that holds rows whole: 32 numbers of each tensor in a thread. A row in one warp,
+    where it fits, waits for no other: warps read while others compute. Of wider rows two go together, which read the
+    weights of the gates once."""
+    block = power_of_two(D)
+    rows = PER_WARP // block if block <= PER_WARP else 2
+    return -(-N // rows), {"D": D, "ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // PER_WARP))}
+
+
+def norm_factors(h: Tensor, narrow: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """(r, logits) of h [N, D] and narrow [G, D]; logits are empty without narrow."""
+    (N, D), G = h.shape, 0 if narrow is None else narrow.shape[0]
+    h = h.contiguous()
+    r, logits = h.new_empty(N, dtype=torch.float32), h.new_empty((N, G) if G else 0)
+    columns = min(TILE_WITH_GATES[1] if G else MOST_COLUMNS, power_of_two(max(D, 16)))
+    rows = TILE_WITH_GATES[0] if G else TILE // columns
+    launch(
+        norm_kernel, -(-N // rows), h, h if narrow is None else narrow.contiguous(), r, logits, N, eps, D=D, G=G,
+        GATES=max(LEAST_GATES, power_of_two(max(G, 1))), ROWS=rows, BLOCK=columns, num_warps=4,
+    )  # fmt: skip
+    return r, logits
+
+
+def norm_gradient(
+    g: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    r: Tensor,
+    logits: Tensor,
+    d_logits: Tensor | None,
+    narrow: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """(dx, slopes) of the kernel; dx lies where g [N, D] did, and slopes [N, G] are None without d_logits."""
+    N, D = h.shape
+    G, slopes = 0, None
+    if narrow is not None and d_logits is not None:
+        G, narrow, d_logits = narrow.shape[0], narrow.contiguous(), d_logits.contiguous()
+        slopes = torch.empty_like(logits)
+    programs, options = _whole_rows(N, D)
+    launch(
+        norm_gradient_kernel, programs, g, g if dh is None else dh.contiguous(), h.contiguous(), r, logits,
+        logits if slopes is None else d_logits, g if slopes is None else narrow, logits if slopes is None else slopes,
+        N, G=G, GATES=power_of_two(max(G, 1)), RESIDUAL=dh is not None, **options,
+    )  # fmt: skip
+    return g, slopes
+
+
+def unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(y, r) of x [N, D]."""
+    x = x.contiguous()
+    y, r = torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
+    programs, options = _whole_rows(*x.shape)
+    launch(unit_kernel, programs, x, y, r, x.shape[0], eps, **options)
+    return y, r
+
+
+def unit_gradient(dy: Tensor, y: Tensor, r: Tensor) -> Tensor:
+    """dx of dy, y [N, D] and r [N]."""
+    dx = torch.empty_like(y)
+    programs, options = _whole_rows(*y.shape)
+    launch(unit_gradient_kernel, programs, dy.contiguous(), y, r, dx, y.shape[0], **options)
+    return dx

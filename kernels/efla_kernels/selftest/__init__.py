@@ -1,0 +1,1 @@
+"""Every kernel against float64 on this machine: `python -m efla_kernels.selftest`."""

@@ -1,0 +1,1 @@
+"""Speed and accuracy of the ops beside the installed peers."""

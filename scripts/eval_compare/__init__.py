@@ -1,0 +1,1 @@
+"""Our evaluation beside lm-eval's stock model."""

@@ -1,0 +1,1 @@
+"""How long evaluation takes."""

@@ -1,0 +1,1 @@
+"""The MAD suite, the paper's Figure 3."""

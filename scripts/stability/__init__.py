@@ -1,0 +1,1 @@
+"""The discretisation error of a trained model."""

@@ -1,0 +1,1 @@
+"""The frame that studies share: result files, small models side by side, progress, checks of settings."""

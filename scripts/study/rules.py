@@ -1,0 +1,108 @@
+"""The recurrent rules for stacked models, on the ops of `efla_kernels`: projections' outputs in, read-outs out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import efla_kernels
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from efla_lm.models.config import GATED_MIXERS
+from efla_lm.models.init import DT_FLOOR, DT_RANGE
+from scripts.study.stack import Draw, StackedLinear, StackedModule
+
+RULES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+    "efla": efla_kernels.efla,
+    "gated_efla": efla_kernels.gated_efla,
+    "deltanet": efla_kernels.deltanet,
+    "gated_deltanet": efla_kernels.gated_deltanet,
+}
+RECURRENT_MIXERS = (*RULES, "mamba2")
+
+
+def log_uniform_a(low: float, high: float) -> Draw:
+    """A_log with A = exp(A_log) uniform over (low, high]."""
+    return lambda shape, generator: (high - (high - low) * torch.rand(shape, generator=generator)).log()
+
+
+def inverse_softplus_dt(shape: tuple[int, ...], generator: Generator) -> Tensor:
+    """dt_bias whose softplus is log-uniform over `DT_RANGE`, as in Mamba-2 and Gated DeltaNet."""
+    low, high = (math.log(x) for x in DT_RANGE)
+    dt = (low + (high - low) * torch.rand(shape, generator=generator)).exp().clamp(min=DT_FLOOR)
+    return dt + (-torch.expm1(-dt)).log()
+
+
+class StackedGates(StackedModule):
+    """beta's logit, and log g = -exp(A_log) softplus(W_a x + dt_bias) for the gated rules; both [M, B, T, H]."""
+
+    def __init__(self, mixer: str, models: int, hidden: int, heads: int, beta: StackedLinear) -> None:
+        super().__init__()
+        self.beta = beta
+        self.a_proj: StackedLinear | None = None
+        if mixer in GATED_MIXERS:
+            self.a_proj = StackedLinear(models, hidden, heads, bias=False)
+            self.A_log = self.add("A_log", models, (heads,), log_uniform_a(0.0, 16.0))
+            self.dt_bias = self.add("dt_bias", models, (heads,), inverse_softplus_dt)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """x [M, B, T, hidden] -> [beta_logit] or [beta_logit, log_g]."""
+        gates = [self.beta(x)]
+        if self.a_proj is not None:
+            step = F.softplus(self.a_proj(x) + self.dt_bias[:, None, None])
+            gates.append(-self.A_log.exp()[:, None, None] * step)
+        return gates
+
+
+def run_rule(
+    mixer: str, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], *, backend: str, scale: float | None = None
+) -> Tensor:
+    """A delta rule over [M, B, T, H, K]; returns o [M, B, T, H, V]."""
+    models = q.shape[0]
+    rows = (x.flatten(0, 1) for x in (q, k, v, *gates))
+    o, _ = RULES[mixer](*rows, scale=scale, backend=backend)
+    return o.unflatten(0, (models, -1))
+
+
+def read_last(mixer: str, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], *, backend: str) -> Tensor:
+    """The last token's read-out alone, o_T = S_T^T q_T / |q_T| = sum_t m_t v_t.
+
+    q [M, B, H, K], k [M, B, T, H, K] and v [M, B, T, H, V] -> [M, B, H, V]. It is linear in v: it may be given what v
+    is projected from, and its result be projected.
+    """
+    rows = [x.flatten(0, 1) for x in (q, k, *gates)]
+    m = efla_kernels.last_weights(mixer, *rows, backend=backend).unflatten(0, k.shape[:2])
+    return (m.transpose(2, 3).unsqueeze(-2) @ v.transpose(2, 3)).squeeze(-2)
+
+
+def _read(state: Tensor, q: Tensor) -> Tensor:
+    """S^T q: [M, B, H, K, V] and [M, B, H, K] -> [M, B, H, V]."""
+    return (q.unsqueeze(-2) @ state.to(q.dtype)).squeeze(-2)
+
+
+class StackedSsd(StackedModule):
+    """Mamba-2's core per model: dt = softplus(raw + dt_bias), decay exp(-exp(A_log) dt), y = S^T C + D x."""
+
+    def __init__(self, models: int, heads: int) -> None:
+        super().__init__()
+        self.A_log = self.add("A_log", models, (heads,), log_uniform_a(1.0, 16.0))
+        self.dt_bias = self.add("dt_bias", models, (heads,), inverse_softplus_dt)
+        self.D = self.add("D", models, (heads,), lambda shape, generator: torch.ones(shape))
+
+    def forward(self, x: Tensor, raw_dt: Tensor, B: Tensor, C: Tensor, backend: str) -> Tensor:
+        """x [M, B, T, H, P], raw_dt [M, B, T, H], B and C [M, B, T, G, N] -> y as x."""
+        y, _ = efla_kernels.ssd(*self._rows(x, raw_dt, B, C), backend=backend)
+        return y.unflatten(0, x.shape[:2]) + self.D[:, None, None, :, None] * x
+
+    def read_last(self, x: Tensor, raw_dt: Tensor, B: Tensor, C: Tensor, backend: str) -> Tensor:
+        """The last token's y [M, B, H, P] alone; C [M, B, H, N] of that token, one group per head."""
+        _, state = efla_kernels.ssd(*self._rows(x, raw_dt, B, B), output_final_state=True, backend=backend)
+        assert state is not None
+        return _read(state.unflatten(0, x.shape[:2]), C) + self.D[:, None, :, None] * x[:, :, -1]
+
+    def _rows(self, x: Tensor, raw_dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, ...]:
+        dt = F.softplus(raw_dt + self.dt_bias[:, None, None])
+        log_decay = -self.A_log.exp()[:, None, None] * dt
+        return tuple(t.flatten(0, 1) for t in (x, dt, log_decay, B, C))
