@@ -75,7 +75,7 @@ def test_nothing_imports_an_entry_point() -> None:
         ("omegaconf", ["train.py", "eval.py", "scripts/", "efla_lm/settings/"]),
         ("accelerate", ["efla_lm/parallel/distributed.py"]),
         ("wandb", ["efla_lm/run/metrics.py"]),
-        ("lm_eval", ["efla_lm/evaluation/"]),
+        ("lm_eval", ["efla_lm/evaluation/", "scripts/eval_compare/", "scripts/eval_speed/"]),
     ],
 )
 def test_each_big_library_has_one_home(library: str, homes: list[str]) -> None:

@@ -55,7 +55,9 @@ def test_one_line_names_the_key(
     file.touch()
     folder.mkdir()
     given = [argument.format(file=file, folder=folder) for argument in arguments.split()]
-    assert importlib.import_module(f"scripts.{script}").main.run(given) == 1
+    package = importlib.import_module(f"scripts.{script}")
+    module = importlib.import_module(f"scripts.{script}.__main__") if hasattr(package, "__path__") else package
+    assert module.main.run(given) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and said.format(file=file, folder=folder) in line
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]

@@ -13,7 +13,7 @@ import torch
 from efla_kernels.selftest.accuracy import relative_errors
 
 from efla_lm.errors import UserError
-from scripts import bench
+from scripts.bench import __main__ as bench
 from scripts.bench import calls, decoding, mamba_calls, report, run
 from scripts.bench.settings import WIDEST, BenchSettings
 from scripts.bench.timing import Timing

@@ -11,7 +11,7 @@ import pytest
 
 from efla_lm.errors import UserError
 from efla_lm.settings import TrainSettings, compose
-from scripts import loss_equality
+from scripts.loss_equality import __main__ as loss_equality
 from scripts.loss_equality import run as equality
 from scripts.loss_equality.run import VARIANTS, EqualitySettings
 from tests.training.corpus import write_corpus

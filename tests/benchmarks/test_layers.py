@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from efla_lm.models.norms import GatedRMSNorm, RMSNorm
-from scripts import bench_layers
 from scripts.bench.calls import Unserved
+from scripts.bench_layers import __main__ as bench_layers
 from scripts.bench_layers import report as layer_report
 from scripts.bench_layers import run as layer_run
 from scripts.bench_layers.calls import EPS, Layer, make_layer

@@ -16,8 +16,8 @@ import torch
 
 from efla_lm.errors import UserError
 from efla_lm.settings import TrainSettings, compose
-from scripts import throughput
 from scripts.plan import measured
+from scripts.throughput import __main__ as throughput
 from scripts.throughput import forecast as train_forecast
 from scripts.throughput import report as train_report
 from scripts.throughput import speed as train_speed

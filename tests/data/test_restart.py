@@ -25,7 +25,7 @@ def run_killed_after(recipe: Recipe, out: Path, units: int, unit_bytes: int) -> 
     """`prepare` with 2 processes in a process of its own, killed when so many units are finished."""
     code = (
         "import json, sys\n"
-        "from efla_data import sources\n"
+        "from efla_data.corpus import sources\n"
         "from efla_data.corpus.prepare import prepare\n"
         "from efla_data.corpus.recipe import Recipe\n"
         f"sources.SMALLEST_UNIT = {unit_bytes}\n"

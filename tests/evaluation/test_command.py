@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from efla_lm.evaluation import checkpoints, hub, runner
-from scripts import eval_compare, generate
+from scripts import generate
+from scripts.eval_compare import __main__ as eval_compare
 from tests.evaluation.material import (
     CONTEXT,
     PAPER,

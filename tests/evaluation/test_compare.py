@@ -9,7 +9,7 @@ import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from scripts import eval_compare
+from scripts.eval_compare import __main__ as eval_compare
 from scripts.eval_compare.run import Recorder, compare_values, largest_differences
 from tests.evaluation.material import PAPER, save_export, write_task_files
 

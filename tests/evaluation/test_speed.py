@@ -10,7 +10,7 @@ import torch
 from lm_eval import utils as harness_utils
 
 from efla_lm.evaluation import checkpoints
-from scripts import eval_speed
+from scripts.eval_speed import __main__ as eval_speed
 from scripts.eval_speed import run as speed
 from tests.evaluation.material import CONTEXT, PAPER, make_tokenizer, save_export, write_task_files
 from tests.evaluation.test_stock_model import assert_same_numbers

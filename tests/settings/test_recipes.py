@@ -48,7 +48,7 @@ def test_export():
 
 def test_every_yaml_is_reached():
     """A file that no defaults list names would be a dead option."""
-    commands = [*CONFIG_DIR.parent.glob("*.py"), *CONFIG_DIR.parent.glob("scripts/*.py")]
+    commands = [*CONFIG_DIR.parent.glob("*.py"), *CONFIG_DIR.parent.glob("scripts/**/*.py")]
     mains = {name for path in commands for name in re.findall(r'@entry\("(\w+)"', path.read_text())}
     assert {"train", "prepare", "export", "eval", "generate"} <= mains
     groups = {group for page in CONFIG_DIR.glob("*.yaml") for group in list_groups(CONFIG_DIR, page.stem)}
