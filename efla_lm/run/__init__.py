@@ -1,0 +1,1 @@
+"""The files of a run: checkpoints and what they are checked by."""
