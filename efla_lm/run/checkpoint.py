@@ -19,7 +19,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,14 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from efla_lm.errors import UserError
 from efla_lm.parallel.distributed import World
+from efla_lm.run.tensor_index import empty_tensors, read_index, read_into, shapes
 
 FORMAT = 1
 META = "meta.json"
@@ -86,9 +83,9 @@ def damage_in(step_dir: Path, prefix: str = "") -> str | None:
     if fault := fault_in(step_dir):
         return fault
     try:
-        stored = read_metadata(step_dir).storage_data
-    except Exception as error:  # a pickle: damage may come out as nearly any error
-        return f"{step_dir / '.metadata'}: cannot be read ({error})"
+        stored = read_index(step_dir).storage_data
+    except UserError as error:
+        return str(error)
 
     def check(name: str, path: Path, offset: int, length: int) -> str | None:
         try:
@@ -192,13 +189,13 @@ def load_checkpoint(step_dir: Path, model: nn.Module, optimizer: Optimizer | Non
     Raises UserError naming the tensor if one is missing, left over, or of another shape.
     """
     tensors = training_tensors(model, optimizer)
-    saved = {k: s for k, s in _saved_sizes(step_dir).items() if optimizer is not None or k.startswith("model.")}
+    saved = {k: s for k, s in shapes(read_index(step_dir)).items() if optimizer is not None or k.startswith("model.")}
     ours = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted({*saved, *ours}):
         if saved.get(name) != ours.get(name):
             there, here = saved.get(name, "no such tensor"), ours.get(name, "no such tensor")
             raise UserError(f"{step_dir}: checkpoint of another model: {name} is {there} there and {here} here")
-    dcp.load(tensors, storage_reader=FileSystemReader(step_dir), process_group=world.control)
+    read_into(tensors, step_dir, world.control)
     return read_meta(step_dir)
 
 
@@ -214,30 +211,11 @@ def read_tensors(step_dir: Path, prefix: str = "") -> dict[str, Tensor]:
     """The whole tensors of a checkpoint whose names begin with `prefix`, on the CPU, by name."""
     if fault := damage_in(step_dir, prefix):
         raise UserError(f"damaged checkpoint: {fault}")
-    tensors: dict[str, Any] = {
-        name: torch.empty(meta.size, dtype=meta.properties.dtype)
-        for name, meta in read_metadata(step_dir).state_dict_metadata.items()
-        if isinstance(meta, TensorStorageMetadata) and name.startswith(prefix)
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "assuming the intent is to load in a single process": it is
-        dcp.load(tensors, storage_reader=FileSystemReader(step_dir), no_dist=True)
+    tensors = empty_tensors(read_index(step_dir), lambda name: name.startswith(prefix))
+    read_into(tensors, step_dir)
     return tensors
 
 
 def tokenizer_dir(step_dir: Path) -> Path:
     """The folder of the tokenizer that a checkpoint was trained with."""
     return (step_dir / read_meta(step_dir).tokenizer).resolve()
-
-
-def read_metadata(step_dir: Path) -> Metadata:
-    """What torch.distributed.checkpoint says of its tensors and files."""
-    return FileSystemReader(step_dir).read_metadata()
-
-
-def _saved_sizes(step_dir: Path) -> dict[str, tuple[int, ...]]:
-    return {
-        name: tuple(meta.size)
-        for name, meta in read_metadata(step_dir).state_dict_metadata.items()
-        if isinstance(meta, TensorStorageMetadata)
-    }

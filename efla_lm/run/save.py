@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 
 from efla_lm.errors import UserError
 from efla_lm.parallel.distributed import World, local
-from efla_lm.run.checkpoint import META, CheckpointMeta, checkpoints_in, read_metadata, step_of, training_tensors
+from efla_lm.run.checkpoint import META, CheckpointMeta, checkpoints_in, step_of, training_tensors
+from efla_lm.run.tensor_index import read_index
 
 
 def save_checkpoint(
@@ -91,13 +92,12 @@ def save_checkpoint(
 
 
 def _check_all_there(partial: Path, world: World) -> None:
-    """Every tensor that the ranks say they wrote lies inside a file of this folder."""
-    for info in read_metadata(partial).storage_data.values():
-        path = partial / info.relative_path
-        size = path.stat().st_size if path.exists() else -1
-        if size < info.offset + info.length:
-            hint = "" if world.size == world.local_size else " (all nodes must write to one shared file system)"
-            raise RuntimeError(f"{path}: expected at least {info.offset + info.length} bytes, found {size}{hint}")
+    """Every tensor is inside a file of this folder."""
+    try:
+        read_index(partial)
+    except UserError as error:
+        hint = "" if world.size == world.local_size else " (all nodes must write to one shared file system)"
+        raise RuntimeError(f"{error}{hint}") from None
 
 
 def _refuse_non_finite(tensors: Mapping[str, Tensor], final: Path, world: World) -> None:

@@ -27,6 +27,7 @@ from efla_lm.run.checkpoint import (
     load_model_weights,
     newest_checkpoint,
 )
+from efla_lm.run.tensor_index import read_index
 from tests.training.corpus import write_corpus
 from tests.training.launch import ROOT, arguments, assert_same_weights, metrics, run_here, weights
 
@@ -108,7 +109,7 @@ def test_damage_that_leaves_the_sizes_is_passed_over(runs: Path, corpus: Path, w
     newest, before = runs / "run" / "checkpoints" / "step-6", weights(runs, "run", 6)
     path = newest / (".metadata" if where == "list of tensors" else "__0_0.distcp")
     content = bytearray(path.read_bytes())
-    stored = {i.fqn: info for i, info in checkpoint.read_metadata(newest).storage_data.items()}
+    stored = {i.fqn: info for i, info in read_index(newest).storage_data.items()}
     kind = "optim.lm_head.weight.exp_avg" if where == "moment" else "model.lm_head.weight"
     middle = stored[kind].offset + stored[kind].length // 2
     if where in ("weight", "moment"):

@@ -2,7 +2,7 @@
 
 Choices [paper, section 4, says no more than the ranges]: pixels are floats in [0, 1] without further normalisation,
 read row by row; a corruption changes these numbers and nothing is clipped afterwards, so that a scale of 10 really is
-ten times the input and noise may be negative. `normalise` and `clip` (efla_lm.experiments) change both choices.
+ten times the input and noise may be negative. `normalise` and `clip` (scripts.smnist) change both choices.
 
 The random fields behind dropout and noise are drawn once per image, whatever the level: a higher level drops a superset
 of the pixels, or stretches the same noise. All models see the same corrupted images.
