@@ -19,9 +19,10 @@ from efla_lm.parallel.cuda_graphs import GraphedPasses, release
 from efla_lm.parallel.distributed import World, build_mesh, finish, start
 from efla_lm.parallel.signals import Agreement, Interruption, StopAsked
 from efla_lm.run.batch_log import BatchLog
-from efla_lm.run.checkpoint import CheckpointMeta, load_checkpoint
+from efla_lm.run.checkpoint import load_checkpoint
 from efla_lm.run.directory import RunDirectory, open_run
 from efla_lm.run.export import export_checkpoint
+from efla_lm.run.meta import CheckpointMeta
 from efla_lm.run.metrics import MetricsWriter, read_rows
 from efla_lm.run.progress import Progress, banner
 from efla_lm.run.save import save_checkpoint

@@ -69,7 +69,7 @@ def to_others(checkpoint: str, layout: str, out: Path) -> str:
     """Another library's folder from a run, step or export of ours. Returns the kind of model."""
     found = find(checkpoint)
     if found.kind == "step":
-        model: Any = load_model(Path(found.location))
+        model: Any = load_model(Path(found.location), verified=True)
         tokenizer = tokenizer_dir(Path(found.location))
     else:
         model, tokenizer = load_export(Path(found.location)), Path(found.location)

@@ -21,7 +21,9 @@ from efla_data.loader.token_file import TokenFile
 from rich.console import Console
 from rich.table import Table
 
-from efla_lm.run.checkpoint import newest_checkpoint, read_meta
+from efla_lm.run.checkpoint import newest_checkpoint
+from efla_lm.run.meta import read_meta
+from efla_lm.run.verify import fault_in
 from efla_lm.settings import TrainSettings, compose, entry
 from efla_lm.settings.compose import CONFIG_DIR
 from scripts.plan.forecast import Forecast, clock, forecast
@@ -47,7 +49,8 @@ class Job:
     @property
     def step(self) -> int:
         """Updates done, by the newest whole checkpoint."""
-        newest = newest_checkpoint(self.run, lambda message: None) if (self.run / "checkpoints").is_dir() else None
+        saved = (self.run / "checkpoints").is_dir()
+        newest = newest_checkpoint(self.run, lambda message: None, fault_in) if saved else None
         return read_meta(newest).step if newest else 0
 
     @property

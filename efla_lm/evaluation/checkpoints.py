@@ -25,8 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import efla_lm  # noqa: F401  registers our model with the Auto classes
 from efla_lm.errors import UserError
 from efla_lm.parallel.distributed import is_whole
-from efla_lm.run.checkpoint import find_checkpoint, newest_checkpoint, read_meta, tokenizer_dir
+from efla_lm.run.checkpoint import find_checkpoint, newest_checkpoint, tokenizer_dir, weights_damage
 from efla_lm.run.export import load_model as load_step
+from efla_lm.run.meta import read_meta
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RUN_CONFIG = "config.yaml"
@@ -34,7 +35,10 @@ RUN_CONFIG = "config.yaml"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found. kind: `step`, `folder` or `hub`; `run_dir` and `step` where they are known."""
+    """A checkpoint that was found; the weights of a step are verified.
+
+    kind: `step`, `folder` or `hub`; `run_dir` and `step` where they are known.
+    """
 
     kind: str
     location: str
@@ -62,12 +66,12 @@ def find(given: str) -> Checkpoint:
         raise UserError(f"checkpoint={given}: no such folder; expected a run, a step-N or export folder, or a hub name")
     path = path.absolute()
     if re.fullmatch(r"step-\d+", path.name):
-        step = find_checkpoint(path, _warn)
+        step = find_checkpoint(path, _warn, weights_damage)
         return Checkpoint("step", str(step), _run_of(step.parent.parent), read_meta(step).step)
     if (path / "config.json").is_file():
         return Checkpoint("folder", str(path), _run_of(path.parent))
     if (path / "checkpoints").is_dir() or (path / "export").is_dir() or (path / RUN_CONFIG).is_file():
-        step_dir = newest_checkpoint(path, _warn)
+        step_dir = newest_checkpoint(path, _warn, weights_damage)
         if step_dir is not None:
             return Checkpoint("step", str(step_dir), path, read_meta(step_dir).step)
         if (path / "export" / "config.json").is_file():
@@ -92,7 +96,11 @@ def load(checkpoint: Checkpoint) -> tuple[Any, Any]:
     """
     transformers.utils.logging.disable_progress_bar()
     tokenizer = _load_tokenizer(checkpoint)
-    model = load_step(Path(checkpoint.location)) if checkpoint.kind == "step" else _load_pretrained(checkpoint)
+    model = (
+        load_step(Path(checkpoint.location), verified=True)
+        if checkpoint.kind == "step"
+        else _load_pretrained(checkpoint)
+    )
     largest = max(tokenizer.get_vocab().values())
     rows = model.get_input_embeddings().weight.shape[0]
     if largest >= rows:

@@ -4,10 +4,10 @@ processes.
     RUN/checkpoints/step-N/
         .metadata, __R_0.distcp   tensors `model.NAME` and `optim.NAME.{step,exp_avg,exp_avg_sq}`, fp32
         config.json               the model's Hugging Face config
-        meta.json                 step, tokens, identity, sizes of the files, where the tokenizer is
+        meta.json                 run, step, tokens, identity, checksums of the files, where the tokenizer is
     RUN/checkpoints/step-N.tmp    being written, or left by a crash: never read
 
-They are written by `efla_lm.run.save`, found and read here.
+They are written by `efla_lm.run.save`, found and read here, and checked by `efla_lm.run.verify`.
 
 `identity` holds what a continued run must share with the saved one (model, data fingerprint, context, batch, seed). The
 learning rate and the data position are functions of the step, and nothing after the initial weights draws random
@@ -16,41 +16,21 @@ numbers, so that no more needs to be kept.
 
 from __future__ import annotations
 
-import io
-import json
 import re
-import zipfile
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from efla_lm.errors import UserError
 from efla_lm.parallel.distributed import World
+from efla_lm.run.meta import META, CheckpointMeta, read_meta
 from efla_lm.run.tensor_index import empty_tensors, read_index, read_into, shapes
+from efla_lm.run.verify import damage_in
 
-FORMAT = 1
-META = "meta.json"
-
-
-@dataclass(frozen=True)
-class CheckpointMeta:
-    """What meta.json says. Paths in it are relative to the checkpoint, so that a run directory can be moved."""
-
-    step: int  # updates done, which is also the index of the next one
-    tokens: int  # positions consumed
-    identity: dict[str, Any]
-    skipped_steps: int = 0
-    tokenizer: str = "../../tokenizer"
-    world_size: int = 1
-    versions: dict[str, str] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)  # name -> bytes, of all other files here
-    format: int = FORMAT
+MODEL = "model."  # the names of weights begin so
 
 
 def checkpoints_in(run_dir: Path) -> list[Path]:
@@ -63,57 +43,12 @@ def step_of(step_dir: Path) -> int:
     return int(step_dir.name.removeprefix("step-"))
 
 
-def fault_in(step_dir: Path) -> str | None:
-    """Why this checkpoint cannot be used, or None if it is whole (a check of sizes: it reads no tensors)."""
-    try:
-        meta = read_meta(step_dir)
-    except UserError as error:
-        return str(error)
-    for name, size in meta.files.items():
-        path = step_dir / name
-        if not path.is_file() or path.stat().st_size != size:
-            got = f"{path.stat().st_size} bytes" if path.is_file() else "nothing"
-            return f"{path}: expected {size} bytes, found {got}"
-    return None
-
-
-def damage_in(step_dir: Path, prefix: str = "") -> str | None:
-    """As `fault_in`, but every byte of the tensors whose names begin with `prefix` is read and must have the CRC-32
-    that torch.save put beside it: sizes alone would let a flipped bit, or zeros after a power cut, become a weight."""
-    if fault := fault_in(step_dir):
-        return fault
-    try:
-        stored = read_index(step_dir).storage_data
-    except UserError as error:
-        return str(error)
-
-    def check(name: str, path: Path, offset: int, length: int) -> str | None:
-        try:
-            with path.open("rb") as file:
-                file.seek(offset)
-                content = io.BytesIO(file.read(length))
-            wrong = zipfile.ZipFile(content).testzip()
-            content.seek(0)
-            torch.load(content, map_location="meta", weights_only=True)  # no data; more of the framing than zipfile
-        except Exception as error:  # of the file system, or whatever damaged framing makes zipfile and zlib raise
-            return f"{path}: {name} cannot be read ({error})"
-        return f"{path}: {name} has another checksum than when it was saved" if wrong else None
-
-    pieces = [
-        (index.fqn, step_dir / info.relative_path, info.offset, info.length)
-        for index, info in stored.items()
-        if index.fqn.startswith(prefix)
-    ]
-    with ThreadPoolExecutor(4) as pool:  # each holds one tensor (or one rank's shard of it)
-        return next(filter(None, pool.map(lambda piece: check(*piece), pieces)), None)
-
-
 def newest_checkpoint(
-    run_dir: Path, warn: Callable[[str], None] = print, fault: Callable[[Path], str | None] = fault_in
+    run_dir: Path, warn: Callable[[str], None] = print, fault: Callable[[Path], str | None] = damage_in
 ) -> Path | None:
     """The newest whole checkpoint of a run, or None if the run has none yet; passing over a damaged one is reported.
 
-    fault: says why one cannot be used, `fault_in` or `damage_in`. Raises UserError where checkpoints are there and none
+    fault: says why one cannot be used (`efla_lm.run.verify`). Raises UserError where checkpoints are there and none
     is whole: starting again from nothing must be the user's decision.
     """
     found = checkpoints_in(run_dir)
@@ -128,7 +63,7 @@ def newest_checkpoint(
 
 
 def find_checkpoint(
-    path: Path, warn: Callable[[str], None] = print, fault: Callable[[Path], str | None] = fault_in
+    path: Path, warn: Callable[[str], None] = print, fault: Callable[[Path], str | None] = damage_in
 ) -> Path:
     """The checkpoint that `path` (a run directory or a step-N directory) means. Raises UserError if there is none."""
     if (path / META).is_file() or re.fullmatch(r"step-\d+", path.name):
@@ -139,21 +74,6 @@ def find_checkpoint(
     if newest is None:
         raise UserError(f"{path}: no checkpoint here (expected checkpoints/step-N/{META})")
     return newest
-
-
-def read_meta(step_dir: Path) -> CheckpointMeta:
-    path = step_dir / META
-    try:
-        content = json.loads(path.read_text())
-        if content.get("format") != FORMAT:
-            raise UserError(f"{path}: expected format {FORMAT}, got {content.get('format')}")
-        return CheckpointMeta(**content)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file, so the checkpoint is not whole") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path}: not a checkpoint description ({error})") from None
 
 
 def check_identity(step_dir: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
@@ -175,7 +95,7 @@ def training_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str,
     shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(names)
     for name, tensor in state.items():
         if name not in shared:
-            tensors[f"model.{name}"] = tensor
+            tensors[f"{MODEL}{name}"] = tensor
     if optimizer is not None:
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state[parameter].items():
@@ -189,7 +109,7 @@ def load_checkpoint(step_dir: Path, model: nn.Module, optimizer: Optimizer | Non
     Raises UserError naming the tensor if one is missing, left over, or of another shape.
     """
     tensors = training_tensors(model, optimizer)
-    saved = {k: s for k, s in shapes(read_index(step_dir)).items() if optimizer is not None or k.startswith("model.")}
+    saved = {k: s for k, s in shapes(read_index(step_dir)).items() if optimizer is not None or k.startswith(MODEL)}
     ours = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted({*saved, *ours}):
         if saved.get(name) != ours.get(name):
@@ -199,23 +119,35 @@ def load_checkpoint(step_dir: Path, model: nn.Module, optimizer: Optimizer | Non
     return read_meta(step_dir)
 
 
-def load_model_weights(step_dir: Path) -> dict[str, Tensor]:
+def load_model_weights(step_dir: Path, verified: bool = False) -> dict[str, Tensor]:
     """The fp32 weights of a checkpoint as a state dict on the CPU, read by one process with no process group.
 
-    Of tied parameters only the first name is there: tie after loading. Raises UserError if the checkpoint is not whole.
+    Of tied parameters only the first name is there: tie after loading. verified: whether `find_checkpoint` has checked
+    them. Raises UserError if the checkpoint is not whole.
     """
-    return {name.removeprefix("model."): tensor for name, tensor in read_tensors(step_dir, "model.").items()}
+    tensors = read_tensors(step_dir, MODEL, verified)
+    return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
 
 
-def read_tensors(step_dir: Path, prefix: str = "") -> dict[str, Tensor]:
+def read_tensors(step_dir: Path, prefix: str = "", verified: bool = False) -> dict[str, Tensor]:
     """The whole tensors of a checkpoint whose names begin with `prefix`, on the CPU, by name."""
-    if fault := damage_in(step_dir, prefix):
+    if not verified and (fault := damage_in(step_dir, prefix)):
         raise UserError(f"damaged checkpoint: {fault}")
     tensors = empty_tensors(read_index(step_dir), lambda name: name.startswith(prefix))
     read_into(tensors, step_dir)
     return tensors
 
 
+def weights_damage(step_dir: Path) -> str | None:
+    """Why the model of this checkpoint cannot be used, or None; the optimiser's state is not read."""
+    return damage_in(step_dir, MODEL)
+
+
 def tokenizer_dir(step_dir: Path) -> Path:
-    """The folder of the tokenizer that a checkpoint was trained with."""
-    return (step_dir / read_meta(step_dir).tokenizer).resolve()
+    """The folder of the tokenizer that a checkpoint was trained with. Raises UserError for one outside its run."""
+    place = step_dir.resolve()
+    given = read_meta(step_dir).tokenizer
+    folder = (place / given).resolve()
+    if place.parent.parent not in folder.parents:
+        raise UserError(f"{step_dir / META}: tokenizer: expected a folder of the run, got {given!r}")
+    return folder

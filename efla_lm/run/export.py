@@ -18,13 +18,16 @@ from efla_lm.models import EflaConfig, EflaForCausalLM
 from efla_lm.run.checkpoint import load_model_weights, tokenizer_dir
 
 
-def load_model(step_dir: Path) -> EflaForCausalLM:
+def load_model(step_dir: Path, verified: bool = False) -> EflaForCausalLM:
     """The model of a checkpoint, fp32 on the CPU, in evaluation mode, with backend `auto`: it may be used where the
-    one that trained it does not run. Raises UserError if the two do not fit."""
+    one that trained it does not run.
+
+    verified: whether `find_checkpoint` has checked the weights. Raises UserError if the two do not fit.
+    """
     config = EflaConfig.from_pretrained(step_dir)
     config.backend = "auto"
     model = EflaForCausalLM(config)
-    missing, unexpected = model.load_state_dict(load_model_weights(step_dir), strict=False)
+    missing, unexpected = model.load_state_dict(load_model_weights(step_dir, verified), strict=False)
     model.tie_weights()
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
     if wrong := sorted({*missing, *unexpected} - tied):
@@ -32,7 +35,7 @@ def load_model(step_dir: Path) -> EflaForCausalLM:
     return model.eval()
 
 
-def export_checkpoint(step_dir: Path, out: Path) -> Path:
+def export_checkpoint(step_dir: Path, out: Path, verified: bool = False) -> Path:
     """Write the model and tokenizer of a checkpoint to `out`, for `AutoModelForCausalLM.from_pretrained` after
     `import efla_lm`. The folder appears whole, in place of an older export. Returns `out`.
 
@@ -41,7 +44,7 @@ def export_checkpoint(step_dir: Path, out: Path) -> Path:
     tokenizer = tokenizer_dir(step_dir)
     if not tokenizer.is_dir():
         raise UserError(f"{tokenizer}: the tokenizer of {step_dir} is missing, so the export would be incomplete")
-    model = load_model(step_dir)
+    model = load_model(step_dir, verified)
     with whole_folder(out) as partial:
         logging.disable_progress_bar()  # one bar per file, drawn over the live line of training
         model.save_pretrained(partial)

@@ -1,17 +1,17 @@
 """Write a training checkpoint so that it is whole or not there (its format: `efla_lm.run.checkpoint`).
 
-A save writes into `step-N.tmp`, checks that every tensor lies in a file of full length, writes meta.json last,
-flushes to disk and renames. So a kill at any moment leaves the older checkpoints as they were.
+A save writes into `step-N.tmp`, checks that every tensor is in a file of full length, reads all files for their
+checksums, writes meta.json last, flushes to disk and renames. So a kill at any moment leaves the older checkpoints as
+they were.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +23,9 @@ from torch.optim import Optimizer
 
 from efla_lm.errors import UserError
 from efla_lm.parallel.distributed import World, local
-from efla_lm.run.checkpoint import META, CheckpointMeta, checkpoints_in, step_of, training_tensors
+from efla_lm.run.checkpoint import checkpoints_in, step_of, training_tensors
+from efla_lm.run.checksums import BLOCK, FileSum, file_sums
+from efla_lm.run.meta import CheckpointMeta, write_meta
 from efla_lm.run.tensor_index import read_index
 
 
@@ -57,15 +59,15 @@ def save_checkpoint(
             partial.rmdir()
             raise _disk_full(final, needed, free)
 
-    def complete() -> None:
+    def complete(shards: dict[str, FileSum]) -> None:
         write_config(partial)
         _check_all_there(partial, world)
-        files = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
-        content = {**asdict(meta), "world_size": world.size, "versions": _versions(), "files": files}
-        with (partial / META).open("w") as stream:
-            json.dump(content, stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
+        others = [path for path in sorted(partial.iterdir()) if path.name not in shards]
+        files = file_sums(others, BLOCK) | shards
+        write_meta(
+            partial,
+            replace(meta, run=run_dir.name, world_size=world.size, versions=_versions(), block=BLOCK, files=files),
+        )
         _flush_directory(partial)
         _retire(final)  # only a damaged one can be there
         os.rename(partial, final)
@@ -78,7 +80,8 @@ def save_checkpoint(
     world.on_main(prepare)
     try:
         dcp.save(tensors, storage_writer=FileSystemWriter(partial), process_group=world.control)
-        world.on_main(complete)
+        shards = _sums_of_shards(partial, world)
+        world.on_main(lambda: complete(shards))
     except (CheckpointException, OSError, RuntimeError) as error:
         if not world.is_main:
             raise SystemExit(1) from None  # rank 0 tells why
@@ -89,6 +92,21 @@ def save_checkpoint(
             raise _disk_full(final, needed, shutil.disk_usage(final.parent).free) from None
         raise
     return final
+
+
+def _sums_of_shards(partial: Path, world: World) -> dict[str, FileSum]:
+    """Checksums of all files of tensors; each rank reads those that it wrote."""
+    sums: dict[str, FileSum] | OSError
+    try:
+        sums = file_sums(sorted(partial.glob(f"__{world.rank}_*")), BLOCK)
+    except OSError as error:
+        sums = error
+    found: dict[str, FileSum] = {}
+    for share in world.gather(sums):
+        if isinstance(share, OSError):
+            raise share
+        found |= share
+    return found
 
 
 def _check_all_there(partial: Path, world: World) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -97,12 +97,19 @@ def read_index(step_dir: Path) -> Metadata:
 
 
 def read_into(tensors: dict[str, Any], step_dir: Path, process_group: ProcessGroup | None = None) -> None:
-    """Read the checkpoint's tensors of these names, in place; with a process group each rank reads its shards."""
+    """Read the checkpoint's tensors of these names, in place; with a process group each rank reads its shards.
+
+    Raises UserError where what is stored is no tensor of the shape that the index says.
+    """
     with warnings.catch_warnings():
         # without a group torch warns that it assumes a single process, which is right
         warnings.simplefilter("ignore", UserWarning)
         reader = SafeReader(step_dir)
-        dcp.load(tensors, storage_reader=reader, process_group=process_group, no_dist=process_group is None)
+        try:
+            dcp.load(tensors, storage_reader=reader, process_group=process_group, no_dist=process_group is None)
+        except CheckpointException as error:
+            kinds = ", ".join(sorted({type(cause).__name__ for cause, _ in error.failures.values()}))
+            raise UserError(f"damaged checkpoint: {step_dir}: its tensors cannot be read ({kinds})") from error
 
 
 def shapes(index: Metadata) -> dict[str, tuple[int, ...]]:

@@ -21,14 +21,9 @@ from efla_lm.parallel.compile_cache import tag_caches
 from efla_lm.parallel.cuda_graphs import GraphedPasses, run_eagerly
 from efla_lm.parallel.distributed import World, hold_whole, holds_whole, shard_model
 from efla_lm.parallel.overlap import sum_in_backward
-from efla_lm.run.checkpoint import (
-    check_identity,
-    checkpoints_in,
-    damage_in,
-    fault_in,
-    find_checkpoint,
-    read_meta,
-)
+from efla_lm.run.checkpoint import check_identity, checkpoints_in, find_checkpoint
+from efla_lm.run.meta import read_meta
+from efla_lm.run.verify import fault_in
 from efla_lm.settings import TrainSettings
 from efla_lm.training import corpus
 from efla_lm.training.batch_plan import Budget
@@ -174,7 +169,7 @@ def find_resume(settings: TrainSettings, ours: dict[str, Any], *, locked: bool) 
     if automatic and (run_dir is None or not checkpoints_in(run_dir)):
         return None
     place = run_dir if automatic and run_dir else Path(settings.resume)
-    found = find_checkpoint(place, print, damage_in) if locked else find_checkpoint(place, lambda message: None)
+    found = find_checkpoint(place) if locked else find_checkpoint(place, lambda message: None, fault_in)
     meta = read_meta(found)
     check_identity(found, meta.identity, ours)
     for other in checkpoints_in(run_dir) if run_dir and not automatic else []:  # else all later ones are damaged

@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from efla_lm.run.checkpoint import fault_in, newest_checkpoint, read_tensors
+from efla_lm.run.checkpoint import newest_checkpoint, read_tensors
+from efla_lm.run.verify import damage_in
 from tests.training.launch import (
     MODELS,
     arguments,
@@ -301,7 +302,7 @@ def test_full_disk_on_one_rank(two: Two) -> None:
     assert codes["full"] == [1, 1]
     assert os.listdir(runs / "full" / "checkpoints") == ["step-2"]
     newest = newest_checkpoint(runs / "full")
-    assert newest is not None and fault_in(newest) is None
+    assert newest is not None and damage_in(newest) is None
     printed = (runs / "printed.txt").read_text()
     assert printed.count("error: no space left for") == 1
 

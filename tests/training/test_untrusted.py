@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import eval as eval_script
+from efla_lm.run.checksums import file_sums
+from efla_lm.run.meta import read_meta, write_meta
 from efla_lm.settings.cli import EntryPoint
 from scripts import convert, export, generate
 from tests.training.launch import run_here
@@ -45,10 +47,8 @@ class Evil:
 def replace_file(step_dir: Path, name: str, content: bytes) -> None:
     """Put another file into a checkpoint, with a description that fits it: its maker can do that."""
     (step_dir / name).write_bytes(content)
-    meta = step_dir / "meta.json"
-    described = json.loads(meta.read_text())
-    described["files"][name] = len(content)
-    meta.write_text(json.dumps(described))
+    meta = read_meta(step_dir)
+    write_meta(step_dir, replace(meta, files=meta.files | file_sums([step_dir / name], meta.block)))
 
 
 COMMANDS: dict[str, tuple[EntryPoint, list[str]]] = {
