@@ -24,7 +24,7 @@ SUFFIX = "_state_carried"
 
 def check_recurrent(model: Any) -> None:
     """Raise UserError unless `model` has a recurrent state of constant size that can be carried on."""
-    if not isinstance(model, EflaForCausalLM) or model.config.mixer == "attention":
+    if not isinstance(model, EflaForCausalLM) or model.config.rule.op is None:
         kind = getattr(model.config, "mixer", model.config.model_type)
         raise UserError(f"carry_state=true: {kind} has no recurrent state of ours to carry; leave it out")
 

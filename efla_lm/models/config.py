@@ -9,9 +9,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-DELTA_MIXERS = ("efla", "gated_efla", "deltanet", "gated_deltanet")
-GATED_MIXERS = ("gated_efla", "gated_deltanet")
-MIXERS = (*DELTA_MIXERS, "mamba2", "attention")
+from efla_lm.models.rules import RULES, Rule
+
+DELTA_MIXERS = tuple(name for name, rule in RULES.items() if rule.delta)
+GATED_MIXERS = tuple(name for name, rule in RULES.items() if rule.gated)
 
 # Keys that transformers writes into every config.json besides the fields that its base class declares.
 _WRITTEN_BY_TRANSFORMERS = {
@@ -26,7 +27,7 @@ class EflaConfig(PretrainedConfig):
     One block is RMSNorm, mixer, RMSNorm, SwiGLU; `mixer` chooses the rule, everything else is shared.
 
     Args:
-        mixer: `efla`, `gated_efla`, `deltanet`, `gated_deltanet`, `mamba2` or `attention`.
+        mixer: which model it is, a key of `efla_lm.models.rules.RULES`.
         vocab_size: rows of the embedding; must not be smaller than the tokenizer (see `check_vocabulary`).
         hidden_size: width of the residual stream.
         num_hidden_layers: number of blocks.
@@ -84,8 +85,8 @@ class EflaConfig(PretrainedConfig):
         **base: Any,
     ) -> None:
         _refuse_unknown(base)
-        if mixer not in MIXERS:
-            raise ValueError(f"mixer must be one of {', '.join(MIXERS)}; got {mixer!r}")
+        if mixer not in RULES:
+            raise ValueError(f"mixer must be one of {', '.join(RULES)}; got {mixer!r}")
         self.mixer = mixer
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -93,9 +94,9 @@ class EflaConfig(PretrainedConfig):
         self.num_heads = num_heads
         self.head_dim = hidden_size // max(num_heads, 1) if head_dim is None else head_dim
         self.intermediate_size = intermediate_size
-        self.mlp = mixer != "mamba2" if mlp is None else mlp
+        self.mlp = self.rule.mlp if mlp is None else mlp
         self.conv_size = conv_size
-        self.output_gate = mixer in GATED_MIXERS if output_gate is None else output_gate
+        self.output_gate = self.rule.gated if output_gate is None else output_gate
         self.norm_eps = norm_eps
         self.rope_theta = rope_theta
         self.expand = expand
@@ -136,8 +137,13 @@ class EflaConfig(PretrainedConfig):
             )
         if self.mixer == "attention" and self.head_dim % 2:
             raise ValueError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
-        if self.output_gate and self.mixer not in DELTA_MIXERS:
+        if self.output_gate and not self.rule.delta:
             raise ValueError(f"output_gate belongs to {', '.join(DELTA_MIXERS)}; the mixer is {self.mixer}")
+
+    @property
+    def rule(self) -> Rule:
+        """The model's row of the table."""
+        return RULES[self.mixer]
 
     @property
     def key_size(self) -> int:

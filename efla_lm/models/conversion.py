@@ -11,7 +11,7 @@ have no counterpart there. fp32 or bf16 residuals (`residual_in_fp32`) are no pa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from torch import Tensor
 
 from efla_lm.errors import UserError
 from efla_lm.models.config import EflaConfig
+from efla_lm.models.rules import RULES, Twin
 
 LAYOUTS = ("transformers", "fla")
-ARCHITECTURES = {
-    ("transformers", "mamba2"): ("mamba2", "Mamba2ForCausalLM"),
-    ("fla", "mamba2"): ("mamba2", "Mamba2ForCausalLM"),
-    ("fla", "deltanet"): ("delta_net", "DeltaNetForCausalLM"),
-    ("fla", "gated_deltanet"): ("gated_deltanet", "GatedDeltaNetForCausalLM"),
+TWINS: dict[tuple[str, str], Twin] = {
+    (layout, name): twin
+    for layout in LAYOUTS
+    for name, rule in RULES.items()
+    if (twin := getattr(rule, layout)) is not None and (rule.delta or name == "mamba2")
 }
 State = dict[str, Tensor]
 
@@ -62,11 +63,11 @@ def to_layout(layout: str, config: EflaConfig, state: Mapping[str, Tensor]) -> t
     Raises:
         UserError: the layout has no such model.
     """
-    if (layout, config.mixer) not in ARCHITECTURES:
-        known = ", ".join(f"{mixer} to {name}" for name, mixer in ARCHITECTURES)
+    if (layout, config.mixer) not in TWINS:
+        known = ", ".join(f"{mixer} to {name}" for name, mixer in TWINS)
         raise UserError(f"{layout} has no counterpart of {config.mixer}: expected {known}")
-    model_type, architecture = ARCHITECTURES[layout, config.mixer]
-    written = {"model_type": model_type, "architectures": [architecture], **_common(config)}
+    model_type, stem = TWINS[layout, config.mixer]
+    written = {"model_type": model_type, "architectures": [f"{stem}ForCausalLM"], **_common(config)}
     kept = {n: x for n, x in state.items() if not (config.tie_word_embeddings and n == "lm_head.weight")}
     if config.mixer == "mamba2":
         written |= _mamba2_config(layout, config)
@@ -82,13 +83,12 @@ def from_layout(given: Mapping[str, Any], state: Mapping[str, Tensor]) -> tuple[
         UserError: another kind of model, or one with parts that ours does not have.
     """
     model_type = given.get("model_type")
-    readers: dict[str, Callable[[Mapping[str, Any]], EflaConfig]] = {
-        "mamba2": _read_mamba2, "delta_net": _read_delta, "gated_deltanet": _read_delta,
-    }  # fmt: skip
-    if model_type not in readers:
-        raise UserError(f"model_type: expected one of {', '.join(readers)}, got {model_type!r}")
-    config = readers[model_type](given)
-    if model_type == "mamba2":
+    mixers = {twin.model_type: name for (_, name), twin in TWINS.items()}
+    if model_type not in mixers:
+        raise UserError(f"model_type: expected one of {', '.join(mixers)}, got {model_type!r}")
+    mixer = mixers[model_type]
+    config = _read_delta(mixer, given) if RULES[mixer].delta else _read_mamba2(given)
+    if config.mixer == "mamba2":
         renamed = {_renamed(n, _MAMBA2_NAMES, back=True): x for n, x in state.items()}
         renamed = {n: x.squeeze(1) if n.endswith("mixer.conv.weight") else x for n, x in renamed.items()}
     else:
@@ -169,7 +169,7 @@ def _delta_config(config: EflaConfig) -> dict[str, Any]:
         "allow_neg_eigval": False, "hidden_act": "swish", "attn": None,
         "max_position_embeddings": config.max_position_embeddings,
     }  # fmt: skip
-    if config.mixer == "gated_deltanet":
+    if config.rule.gated:
         return written | {"head_dim": config.head_dim, "expand_v": 1.0}
     ratio = config.key_size / config.hidden_size
     return written | {
@@ -214,8 +214,8 @@ def _read_mamba2(given: Mapping[str, Any]) -> EflaConfig:
     return EflaConfig(mixer="mamba2", **fields)
 
 
-def _read_delta(given: Mapping[str, Any]) -> EflaConfig:
-    gated = given["model_type"] == "gated_deltanet"
+def _read_delta(mixer: str, given: Mapping[str, Any]) -> EflaConfig:
+    gated = RULES[mixer].gated
     _expect(given, use_short_conv=(True,), allow_neg_eigval=(False,), hidden_act=("swish",), attn=(None,),
             conv_bias=(False,), attnres_block_size=(None,))  # fmt: skip
     fields = _shared(given, num_heads="num_heads", conv_size="conv_size", norm_eps="norm_eps")
@@ -235,6 +235,5 @@ def _read_delta(given: Mapping[str, Any]) -> EflaConfig:
     if "max_position_embeddings" in given:
         fields["max_position_embeddings"] = given["max_position_embeddings"]
     return EflaConfig(
-        mixer="gated_deltanet" if gated else "deltanet", intermediate_size=width,
-        output_gate=given.get("use_gate", gated), **fields,
+        mixer=mixer, intermediate_size=width, output_gate=given.get("use_gate", gated), **fields,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from efla_lm.models.layers import Decay, ShortConvolution
-from efla_lm.models.mixers import Mamba2Mixer
+from efla_lm.models.mixers.mamba2 import Mamba2Mixer
 from efla_lm.models.norms import GatedRMSNorm, RMSNorm
 
 # A = exp(A_log) starts uniform over (low, high]: never log 0. Gated DeltaNet and Mamba-2 as published.

@@ -25,7 +25,6 @@ from efla_lm.models.config import EflaConfig
 from efla_lm.models.generation import RecurrentGeneration
 from efla_lm.models.init import initial_value
 from efla_lm.models.layers import SwiGLU
-from efla_lm.models.mixers import build_mixer
 from efla_lm.models.norms import Linear, RMSNorm, project_normed
 from efla_lm.models.sequence import SequenceInfo, describe, is_left_padded
 
@@ -38,7 +37,7 @@ class EflaBlock(GradientCheckpointingLayer):
     def __init__(self, config: EflaConfig) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
-        self.mixer = build_mixer(config)
+        self.mixer = config.rule.mixer_class()(config)
         self.mlp: SwiGLU | None = None
         if config.mlp:
             self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
@@ -139,7 +138,7 @@ class EflaModel(EflaPreTrainedModel):
         batch, length = hidden.shape[:2]
         info = describe(batch, length, hidden.device, attention_mask, cu_seqlens, cache)
         cache = self._resolve_cache(cache, use_cache, info)
-        if self.config.mixer == "attention":
+        if self.config.rule.op is None:
             info = info.for_attention(self.config.head_dim, self.config.rope_theta)
         collected = [hidden] if output_hidden_states else None
         for index, block in enumerate(self.layers):

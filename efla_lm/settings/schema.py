@@ -9,9 +9,9 @@ text: a token is a position, an update is one optimiser step, a rate is per upda
 
 from dataclasses import dataclass, field
 
+from efla_lm.models.rules import RULES
 from efla_lm.settings.fields import MISSING, PATH, PathRule, key
 
-MIXERS = ("efla", "gated_efla", "deltanet", "gated_deltanet", "mamba2", "attention")
 SOURCE = PathRule(prefixes=("hub:", "builtin:"))
 TOKENIZER = PathRule(words=("train",), existing=True)
 
@@ -42,7 +42,7 @@ class SizeSettings:
 class ModelSettings:
     """The model, field by field as `EflaConfig` takes them."""
 
-    mixer: str = key("efla", "sequence mixer", choices=MIXERS)
+    mixer: str = key("efla", "sequence mixer", choices=tuple(RULES))
     vocab_size: int | None = key(None, "rows of the embedding; null: the vocabulary of the token files' tokenizer")
     hidden_size: int = key("${size.hidden_size}", "width of the residual stream")
     num_hidden_layers: int = key("${size.layers}", "blocks")

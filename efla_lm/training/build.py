@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from efla_lm.errors import UserError
 from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
-from efla_lm.models.mixers import MIXER_CLASSES
 from efla_lm.parallel.activation_checkpointing import keeping, kind_of_checkpointing
 from efla_lm.parallel.compile_cache import tag_caches
 from efla_lm.parallel.cuda_graphs import GraphedPasses, run_eagerly
@@ -55,14 +54,14 @@ def build_config(settings: TrainSettings, data: TokenFile) -> EflaConfig:
 def backend_in_use(config: EflaConfig, device: torch.device) -> str:
     """The implementation that `model.backend` means on this device. Raises UserError if it does not serve the mixer, or
     not there."""
-    if config.mixer == "attention":
+    op = config.rule.op
+    if op is None:
         if config.backend not in ("auto", "torch"):
             raise UserError(f"model.backend={config.backend}: attention has torch's SDPA only; set auto or torch")
         return "torch SDPA"
     if lacks_gpu(config.backend, device):
         raise UserError(f"model.backend={config.backend} needs a GPU, the device is {device}: set auto or torch")
     try:
-        op = getattr(MIXER_CLASSES[config.mixer], "op", config.mixer)  # a mixer may share another one's op
         return resolve_backend(config.backend, device, op)
     except ValueError as error:
         raise UserError(f"model.backend: {error}") from error

@@ -12,7 +12,6 @@ from efla_kernels.delta_rule import triton_op as ops
 from efla_lm import EflaForCausalLM
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import EflaConfig
-from efla_lm.models.mixers import build_mixer
 from efla_lm.models.norms import Projected
 from efla_lm.models.sequence import SequenceInfo
 from tests.kernels.decode_inputs import RULES, decode_inputs
@@ -70,7 +69,7 @@ def test_kernel_equals_the_layers_own_step(mixer: str) -> None:
     """A mixer's T = 1 path from a filled cache, in fp32: output, S and the convolution's inputs."""
     torch.manual_seed(0)
     config = EflaConfig(mixer=mixer, hidden_size=32, num_heads=2, head_dim=16, vocab_size=16, backend="torch")
-    layer = build_mixer(config)
+    layer = config.rule.mixer_class()(config)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     cache = LayerState()

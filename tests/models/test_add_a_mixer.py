@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from efla_lm import EflaForCausalLM, count_parameters, initialise
-from efla_lm.models import config as config_module
-from efla_lm.models.mixers import MIXER_CLASSES
+from efla_lm.models.rules import RULES, Rule
 from efla_lm.training.build import backend_in_use
 from tests.models.tiny import left_padded, tiny_config, tiny_model, tokens
 
@@ -21,10 +22,11 @@ PAGE = (ROOT / "docs" / "add_a_mixer.md").read_text(encoding="utf-8")
 @pytest.fixture(autouse=True)
 def retention(monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    names: dict[str, object] = {"__name__": "retention"}
-    exec(compile(code, "docs/add_a_mixer.md", "exec"), names)
-    monkeypatch.setitem(MIXER_CLASSES, "retention", names["RetentionMixer"])
-    monkeypatch.setattr(config_module, "MIXERS", (*config_module.MIXERS, "retention"))
+    module = ModuleType("retention")
+    exec(compile(code, "docs/add_a_mixer.md", "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, "retention", module)
+    row = Rule("Retention", "#117733", "retention:RetentionMixer", op="delta_rule", option="retention")
+    monkeypatch.setitem(RULES, "retention", row)
 
 
 def test_it_trains_from_the_meta_device() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from efla_lm import EflaConfig, EflaForCausalLM, initialise
+from efla_lm.models.rules import RULES
 
-MODELS = ("efla", "gated_efla", "deltanet", "gated_deltanet", "mamba2", "attention")
+MODELS = tuple(RULES)
 VOCABULARY = 101
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import train
 from efla_lm.errors import UserError
 from efla_lm.models import EflaForCausalLM, initialise
-from efla_lm.models.config import MIXERS
+from efla_lm.models.rules import RULES
 from efla_lm.parallel import distributed
 from efla_lm.run.checkpoint import read_tensors
 from efla_lm.settings import LoopSettings
@@ -116,7 +116,7 @@ def test_masters_must_be_fp32(world: distributed.World) -> None:
 
 
 @pytest.mark.parametrize("mlp", [False, True])
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", RULES)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_no_sharded_block_returns_a_view(world: distributed.World, checkpointed: bool, mixer: str, mlp: bool) -> None:
     """FSDP warns of them, since one that is changed in place loses its hook."""

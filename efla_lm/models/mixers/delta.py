@@ -11,7 +11,6 @@ The op normalises q in all four, k in the DeltaNets only, and derives erase, wri
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import efla_kernels
@@ -19,17 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from efla_lm.models.cache import LayerState
-from efla_lm.models.config import GATED_MIXERS, EflaConfig
+from efla_lm.models.config import EflaConfig
 from efla_lm.models.layers import Decay, ShortConvolution
 from efla_lm.models.norms import GatedRMSNorm, Linear, Maps, Projected, RMSNorm, at_hand, plus, project_back
 from efla_lm.models.sequence import SequenceInfo
-
-RULES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
-    "efla": efla_kernels.efla,
-    "gated_efla": efla_kernels.gated_efla,
-    "deltanet": efla_kernels.deltanet,
-    "gated_deltanet": efla_kernels.gated_deltanet,
-}
 
 
 class DeltaMixer(nn.Module):
@@ -39,16 +31,17 @@ class DeltaMixer(nn.Module):
         super().__init__()
         hidden, heads, width = config.hidden_size, config.num_heads, config.key_size
         self.heads, self.head_dim, self.backend = heads, config.head_dim, config.backend
-        self.rule, self.rule_name, self.norm_eps = RULES[config.mixer], config.mixer, config.norm_eps
+        self.rule_name, self.norm_eps = str(config.rule.op), config.norm_eps
+        self.rule = getattr(efla_kernels, self.rule_name)
         self.qkv_proj = Linear(hidden, 3 * width)
         # without a decay, and where states are kept, the rule's backward pass does not read v
-        leaves_v = config.mixer not in GATED_MIXERS and config.backend != "triton_recompute"
+        leaves_v = not config.rule.gated and config.backend != "triton_recompute"
         self.qkv_conv = ShortConvolution(
             (width, width, width), config.conv_size, last_apart=leaves_v, backend=config.backend
         )
         self.b_proj = Linear(hidden, heads)
         self.decay: Decay | None = None
-        if config.mixer in GATED_MIXERS:
+        if config.rule.gated:
             self.a_proj = Linear(hidden, heads)
             self.decay = Decay(heads)
         self.g_proj: Linear | None = None
