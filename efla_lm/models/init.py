@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from efla_lm.models.layers import Decay, ShortConvolution
 from efla_lm.models.mixers.mamba2 import Mamba2Mixer
-from efla_lm.models.norms import GatedRMSNorm, RMSNorm
+from efla_lm.models.norm_linear import GatedRMSNorm, RMSNorm
 
 # A = exp(A_log) starts uniform over (low, high]: never log 0. Gated DeltaNet and Mamba-2 as published.
 A_RANGE: dict[type[nn.Module], tuple[float, float]] = {Decay: (0.0, 16.0), Mamba2Mixer: (1.0, 16.0)}

@@ -1,7 +1,6 @@
 """Layers that several mixers share: SwiGLU, short convolution, decay parameters.
 
-Dtypes: every layer returns the dtype of its input. Norm statistics, the gate of the gated norm (`efla_lm.models.norms`)
-and decays are computed in fp32, whatever dtype the model has.
+Dtypes: every layer returns the dtype of its input. Decays are computed in fp32, whatever dtype the model has.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from efla_lm.models.norms import Linear, Maps, Projected, is_bare, plus
+from efla_lm.models.norm_linear import Linear, Normed, plus, project, residual_of, weight_suffices
 from efla_lm.models.sequence import SequenceInfo
 
 
@@ -24,25 +23,22 @@ class SwiGLU(nn.Module):
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size)
         self.down_proj = Linear(intermediate_size, hidden_size)
 
-    def maps(self) -> Maps:
-        """What reads the norm before it."""
-        return Maps([self.gate_up_proj])
-
-    def forward(self, projected: Projected) -> Tensor:
-        """What `maps` gave -> the stream with the result added, [..., hidden_size]."""
-        (gate_up,), stream = projected.wide, projected.stream
-        if not is_bare(self.down_proj, gate_up):
-            gate, up = projected.scaled(gate_up).chunk(2, dim=-1)
-            return plus(stream, self.down_proj(F.silu(gate) * up))
-        weight, scale = self.down_proj.weight.to(gate_up.dtype), projected.scale
-        return efla_kernels.swiglu_linear(gate_up, weight, row_scale=scale, onto=stream, backend=self.backend)
+    def forward(self, x: Tensor | Normed) -> Tensor:
+        """[B, T, hidden_size] -> the same; the residual is added to y where x carries one."""
+        projections, residual = project(x, [self.gate_up_proj]), residual_of(x)
+        (gate_up,), row_scale = projections.wide, projections.row_scale
+        if not weight_suffices(self.down_proj, gate_up):
+            gate, up = projections.scaled(gate_up).chunk(2, dim=-1)
+            return plus(residual, self.down_proj(F.silu(gate) * up))
+        weight = self.down_proj.weight.to(gate_up.dtype)
+        return efla_kernels.swiglu_linear(gate_up, weight, row_scale=row_scale, onto=residual, backend=self.backend)
 
 
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution followed by SiLU over the channels of one or several tensors side by side.
 
-    `efla_kernels.short_convolution` has the equation and the forms; `widths` are the channels of each tensor,
-    `last_apart` says that the last one is not read by what follows in its backward pass.
+    `efla_kernels.short_convolution` has the equation. `widths` are the channels of each tensor. `last_apart`: the
+    backward pass of what follows does not read the last tensor.
     """
 
     def __init__(
@@ -59,15 +55,15 @@ class ShortConvolution(nn.Module):
         x: Tensor,
         state: Tensor | None = None,
         info: SequenceInfo | None = None,
-        scale: Tensor | None = None,
+        row_scale: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Convolve.
 
         Args:
             x: [B, T, D], D the sum of `widths`.
             state: the W-1 inputs before x, [B, W-1, D]; zeros if None.
-            info: tells the documents of a packed batch; a tap never reaches another document.
-            scale: fp32 [B, T], factors of x's rows (`Projected`); the states are without them.
+            info: says which documents a packed batch holds; the kernel never reaches into another document.
+            row_scale: fp32 [B, T], row t of x is multiplied by it (`Projections`); states are stored unscaled.
 
         Returns:
             One tensor [B, T, width] for each of `widths`, then the next state [B, W-1, D] (a view of the inputs; clone
@@ -75,7 +71,7 @@ class ShortConvolution(nn.Module):
         """
         parts = efla_kernels.short_convolution(
             x, self.weight, self.bias, widths=self.widths, state=state,
-            cu_seqlens=None if info is None else info.cu_seqlens, row_scale=scale, last_apart=self.last_apart,
+            cu_seqlens=None if info is None else info.cu_seqlens, row_scale=row_scale, last_apart=self.last_apart,
             backend=self.backend,
         )  # fmt: skip
         return *parts, efla_kernels.convolution_state(x, self.weight.shape[1], state)

@@ -25,14 +25,14 @@ from efla_lm.models.config import EflaConfig
 from efla_lm.models.generation import RecurrentGeneration
 from efla_lm.models.init import initial_value
 from efla_lm.models.layers import SwiGLU
-from efla_lm.models.norms import Linear, RMSNorm, project_normed
+from efla_lm.models.norm_linear import Linear, RMSNorm, add_branch
 from efla_lm.models.sequence import SequenceInfo, describe, is_left_padded
 
 logger = logging.get_logger(__name__)
 
 
 class EflaBlock(GradientCheckpointingLayer):
-    """x + mixer(norm(x)), then x + mlp(norm(x)) where the config has an MLP."""
+    """h = h + mixer(norm(h)), then h = h + mlp(norm(h)) where the config has an MLP."""
 
     def __init__(self, config: EflaConfig) -> None:
         super().__init__()
@@ -45,12 +45,9 @@ class EflaBlock(GradientCheckpointingLayer):
 
     def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
         """[B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
-        cached = layer is not None
-        projected = project_normed(self.mixer_norm, self.mixer.maps(), hidden, cached)  # type: ignore[operator]
-        hidden = self.mixer(projected, info, layer)
-        if self.mlp is None:
-            return hidden
-        return self.mlp(project_normed(self.mlp_norm, self.mlp.maps(), hidden, cached))
+        fuse = layer is None
+        hidden = add_branch(hidden, self.mixer_norm, self.mixer, info, layer, fuse=fuse)
+        return hidden if self.mlp is None else add_branch(hidden, self.mlp_norm, self.mlp, fuse=fuse)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from efla_lm.models.norms import GatedRMSNorm, RMSNorm
+from efla_lm.models.norm_linear import GatedRMSNorm, RMSNorm
 from scripts.bench.calls import Unserved
 from scripts.bench_layers import __main__ as bench_layers
 from scripts.bench_layers import report as layer_report

@@ -12,7 +12,6 @@ from efla_kernels.delta_rule import triton_op as ops
 from efla_lm import EflaForCausalLM
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import EflaConfig
-from efla_lm.models.norms import Projected
 from efla_lm.models.sequence import SequenceInfo
 from tests.kernels.decode_inputs import RULES, decode_inputs
 
@@ -75,14 +74,10 @@ def test_kernel_equals_the_layers_own_step(mixer: str) -> None:
     cache = LayerState()
     hidden = torch.randn(2, 6, 32)
 
-    def projected(x: torch.Tensor) -> Projected:
-        maps = layer.maps()
-        return Projected(torch.zeros_like(x), tuple(f(x) for f in maps.wide), tuple(f(x) for f in maps.narrow))
-
     with torch.no_grad():
-        layer(projected(hidden[:, :5]), SequenceInfo(2, 5, hidden.device), cache)
+        layer(hidden[:, :5], SequenceInfo(2, 5, hidden.device), cache)
         conv_state, state, x = cache.conv.clone(), cache.state.clone(), hidden[:, 5]
-        expected = layer(projected(hidden[:, 5:]), SequenceInfo(2, 1, hidden.device, past=5), cache)
+        expected = layer(hidden[:, 5:], SequenceInfo(2, 1, hidden.device, past=5), cache)
         options = {}
         if layer.decay is not None:
             options = {"decay_logit": layer.a_proj(x), "A_log": layer.decay.A_log, "dt_bias": layer.decay.dt_bias}

@@ -10,7 +10,6 @@ from transformers import DynamicCache
 
 from efla_lm import EflaForCausalLM
 from efla_lm.models.cache import LayerState
-from efla_lm.models.norms import Projected
 from efla_lm.models.sequence import SequenceInfo
 from tests.models.tiny import MODELS, left_padded, tiny_model, tokens
 
@@ -142,7 +141,6 @@ def test_padding_on_the_right_leaves_the_state_alone(mixer: str) -> None:
     with torch.no_grad():
         for x, info, state in ((hidden, SequenceInfo(2, 12, hidden.device, mask=mask), padded),
                                (hidden[:1, :7], SequenceInfo(1, 7, hidden.device), short)):  # fmt: skip
-            wide, narrow = ([f(x) for f in maps] for maps in layer.maps())
-            layer(Projected(x, tuple(wide), tuple(narrow)), info, state)
+            layer(x, info, state)
     assert padded.state is not None and short.state is not None
     torch.testing.assert_close(padded.state[:1], short.state, rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ from accelerate import cpu_offload
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from efla_lm.models.norms import GatedRMSNorm, Linear, RMSNorm
+from efla_lm.models.norm_linear import GatedRMSNorm, Linear, RMSNorm
 from tests.models.tiny import MODELS, tiny_model, tokens
 
 

@@ -11,8 +11,19 @@ from torch._dynamo.testing import CompileCounter
 
 from efla_lm import EflaForCausalLM
 from efla_lm.models.layers import Decay, ShortConvolution
-from efla_lm.models.mixers import Mamba2Mixer
-from efla_lm.models.norms import GatedRMSNorm, Linear, Maps, RMSNorm, added, plus, project_back, project_normed
+from efla_lm.models.mixers.mamba2 import Mamba2Mixer
+from efla_lm.models.norm_linear import (
+    GatedRMSNorm,
+    Linear,
+    Normed,
+    RMSNorm,
+    add_branch,
+    add_linear,
+    add_normed_linear,
+    plus,
+    project,
+    residual_of,
+)
 from tests.models.tiny import MODELS, VOCABULARY, tiny_model, tokens
 
 RECURRENT = [mixer for mixer in MODELS if mixer != "attention"]
@@ -222,6 +233,11 @@ def test_short_convolution_by_hand() -> None:
     torch.testing.assert_close(tail, y[:, 2:])
 
 
+def carrying(h: torch.Tensor) -> Normed:
+    """The input of a branch that adds h to its result."""
+    return Normed(RMSNorm(h.shape[-1], 1e-6), h)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_an_output_norms_weight_goes_into_the_product_behind_it(heads: int, gated: bool) -> None:
@@ -233,36 +249,48 @@ def test_an_output_norms_weight_goes_into_the_product_behind_it(heads: int, gate
     inputs = [torch.randn(2, 7, heads, 8, requires_grad=True) for _ in range(1 + gated)]
     leaves = [*inputs, norm.weight, linear.weight]
     h, dy = torch.randn(2, 7, 5), torch.randn(2, 7, 5)
-    together, apart = h + linear(norm(*inputs).flatten(2)), project_back(h, norm, linear, *inputs)
+    together, apart = h + linear(norm(*inputs).flatten(2)), add_normed_linear(carrying(h), norm, linear, *inputs)
     torch.testing.assert_close(apart, together, rtol=1e-5, atol=1e-6)
     for got, expected in zip(*(torch.autograd.grad(x, leaves, dy) for x in (apart, together)), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        assert torch.equal(project_back(h, norm, linear, *inputs), together)
+        assert torch.equal(add_normed_linear(carrying(h), norm, linear, *inputs), together)
+        assert torch.equal(add_normed_linear(h, norm, linear, *inputs), linear(norm(*inputs).flatten(2)))
 
 
 @pytest.mark.parametrize("narrow", [0, 1, 2])
-def test_maps_of_a_norm_read_the_stream_itself(narrow: int) -> None:
+def test_linears_behind_a_norm_read_the_residual_itself(narrow: int) -> None:
     """The factors that are left make it the same, gradients included."""
     torch.manual_seed(0)
     norm = RMSNorm(16, 1e-6)
     torch.nn.init.normal_(norm.weight)
-    maps = Maps([Linear(16, 24), Linear(16, 8)], [Linear(16, 3) for _ in range(narrow)])
+    wide, gates = [Linear(16, 24), Linear(16, 8)], [Linear(16, 3) for _ in range(narrow)]
     x = torch.randn(2, 7, 16, requires_grad=True)
     back, y = Linear(5, 16), torch.randn(2, 7, 5)
-    leaves = [x, norm.weight, back.weight, *(f.weight for f in (*maps.wide, *maps.narrow))]
+    leaves = [x, norm.weight, back.weight, *(f.weight for f in (*wide, *gates))]
     found = []
-    for cached in (False, True):
-        projected = project_normed(norm, maps, x, cached)
-        assert (projected.scale is None) == cached == isinstance(projected.stream, torch.Tensor)
-        results = [plus(projected.stream, 2 * x.detach()), added(projected.stream, back, y)]
-        results += [*(projected.scaled(z) for z in projected.wide), *projected.narrow]
+    for fuse in (True, False):
+        normed = Normed(norm, x) if fuse else norm(x)
+        projections = project(normed, wide, gates)
+        residual = residual_of(normed) if fuse else x
+        assert (projections.row_scale is not None) == fuse == (not isinstance(residual, torch.Tensor))
+        results = [plus(residual, 2 * x.detach()), add_linear(normed, back, y) + (0 if fuse else x)]
+        results += [*(projections.scaled(z) for z in projections.wide), *projections.narrow]
         slopes = [torch.randn(y.shape, generator=torch.Generator().manual_seed(i)) for i, y in enumerate(results)]
         found.append([*results, *torch.autograd.grad(results, leaves, slopes)])
     for fused, plain in zip(*found, strict=True):
         torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        assert project_normed(norm, maps, x).scale is None
+        assert reads(norm, x) is torch.Tensor
+    assert reads(norm, x) is Normed
+    assert reads(norm, x, fuse=False) is torch.Tensor
+
+
+def reads(norm: RMSNorm, h: torch.Tensor, **options: bool) -> type:
+    """What a branch behind `norm` gets."""
+    seen: list[type] = []
+    add_branch(h, norm, lambda x: (seen.append(type(x)), h)[1], **options)
+    return seen[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
@@ -270,8 +298,9 @@ def test_dtypes_whose_norms_come_first(dtype: torch.dtype) -> None:
     """A long row of fp16 overflows in a product that is normed behind it."""
     norm, linear = RMSNorm(16, 1e-6).to(dtype), Linear(16, 4).to(dtype)
     x = torch.full((1, 2, 16), 6e4, dtype=dtype, requires_grad=True)
-    projected = project_normed(norm, Maps([linear]), x)
-    assert projected.scale is None and projected.wide[0].isfinite().all()
+    assert reads(norm, x) is torch.Tensor
+    back = Linear(4, 16).to(dtype)
+    assert (add_branch(x, norm, lambda x: back(linear(x))) - x).isfinite().all()
 
 
 @pytest.mark.parametrize("mixer", MODELS)

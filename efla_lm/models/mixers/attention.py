@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import EflaConfig
-from efla_lm.models.norms import Linear, Maps, Projected, added
+from efla_lm.models.norm_linear import Linear, Normed, add_linear, project
 from efla_lm.models.rotary import rotate
 from efla_lm.models.sequence import SequenceInfo
 
@@ -24,18 +24,12 @@ class AttentionMixer(nn.Module):
         self.qkv_proj = Linear(config.hidden_size, 3 * config.key_size)
         self.o_proj = Linear(config.key_size, config.hidden_size)
 
-    def maps(self) -> Maps:
-        """What reads the norm before it."""
-        return Maps([self.qkv_proj])
-
-    def forward(self, projected: Projected, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
-        """What `maps` gave -> the stream with the result added, [B, T, hidden_size].
-
-        Reads and extends the keys and values of `layer` if there is one.
-        """
+    def forward(self, x: Tensor | Normed, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
+        """[B, T, hidden_size] -> the same; reads and extends the keys and values of `layer` if there is one."""
         if info.rotary is None:
             raise ValueError("attention needs SequenceInfo.for_attention(...)")
-        qkv = projected.scaled(*projected.wide)
+        projections = project(x, [self.qkv_proj])
+        qkv = projections.scaled(*projections.wide)
         q, k, v = qkv.unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
         q, k = rotate(q, info.rotary), rotate(k, info.rotary)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -45,4 +39,4 @@ class AttentionMixer(nn.Module):
             layer.keys, layer.values = k, v
         causal = info.visible is None and info.past == 0
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=info.visible, is_causal=causal)
-        return added(projected.stream, self.o_proj, o.transpose(1, 2).flatten(2), self.backend)
+        return add_linear(x, self.o_proj, o.transpose(1, 2).flatten(2), self.backend)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import EflaConfig
 from efla_lm.models.layers import Decay, ShortConvolution
-from efla_lm.models.norms import GatedRMSNorm, Linear, Maps, Projected, RMSNorm, at_hand, plus, project_back
+from efla_lm.models.norm_linear import GatedRMSNorm, Linear, Normed, Projections, RMSNorm, add_normed_linear, project
 from efla_lm.models.sequence import SequenceInfo
 
 
@@ -51,26 +51,20 @@ class DeltaMixer(nn.Module):
             self.o_norm = GatedRMSNorm(config.head_dim, config.norm_eps, backend=config.backend)
         self.o_proj = Linear(width, hidden)
 
-    def maps(self) -> Maps:
-        """What reads the norm before it."""
+    def forward(self, x: Tensor | Normed, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
+        """[B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
         wide = [self.qkv_proj] if self.g_proj is None else [self.qkv_proj, self.g_proj]
-        return Maps(wide, [self.b_proj] if self.decay is None else [self.b_proj, self.a_proj])
-
-    def forward(self, projected: Projected, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
-        """What `maps` gave -> the stream with the result added, [B, T, hidden_size].
-
-        Reads and replaces the states of `layer` when there is one.
-        """
-        if layer is not None and self._decodes(projected.wide[0], info, layer):
-            return self._decode(projected, layer)
-        projected = projected.hide_padding(info)
-        qkv, *gate = projected.wide
-        *parts, conv_state = self.qkv_conv(qkv, None if layer is None else layer.conv, info, projected.scale)
+        projections = project(x, wide, [self.b_proj] if self.decay is None else [self.b_proj, self.a_proj])
+        if layer is not None and self._decodes(projections.wide[0], info, layer):
+            return self._decode(projections, layer)
+        projections = projections.hide_padding(info)
+        qkv, *gate = projections.wide
+        *parts, conv_state = self.qkv_conv(qkv, None if layer is None else layer.conv, info, projections.row_scale)
         # The convolution carries tokens into padding on their right: k = v = 0 there keeps the state as it is.
         q, k, v = (info.hide_padding(part).unflatten(-1, (self.heads, self.head_dim)) for part in parts)
-        gates = [projected.narrow[0]]
+        gates = [projections.narrow[0]]
         if self.decay is not None:
-            gates.append(info.hide_padding(self.decay(projected.narrow[1])))  # 0: padding does not decay
+            gates.append(info.hide_padding(self.decay(projections.narrow[1])))  # 0: padding does not decay
         o, state = self.rule(
             q, k, v, *gates,
             initial_state=None if layer is None else layer.state,
@@ -80,23 +74,23 @@ class DeltaMixer(nn.Module):
         )  # fmt: skip
         if layer is not None:
             layer.conv, layer.state = conv_state.clone(), state
-        gate = [projected.scaled(g).unflatten(-1, (self.heads, self.head_dim)) for g in gate]
-        return project_back(projected.stream, self.o_norm, self.o_proj, o, *gate)
+        gate = [projections.scaled(g).unflatten(-1, (self.heads, self.head_dim)) for g in gate]
+        return add_normed_linear(x, self.o_norm, self.o_proj, o, *gate)
 
     def _decodes(self, x: Tensor, info: SequenceInfo, layer: LayerState) -> bool:
         """Whether this pass is one token per sequence that the fused step may serve: no gradient, nothing masked."""
         if x.shape[1] != 1 or layer.conv is None or layer.state is None or torch.is_grad_enabled():
             return False
         plain = info.mask is None and info.cu_seqlens is None and not torch.compiler.is_compiling()
-        if not plain or not at_hand(self.qkv_conv.weight, x):
+        if not plain or self.qkv_conv.weight.device != x.device:  # an offloaded weight comes with its module's call
             return False
         return efla_kernels.fuses_decoding(self.backend, x.device, self.rule_name)
 
-    def _decode(self, projected: Projected, layer: LayerState) -> Tensor:
+    def _decode(self, projections: Projections, layer: LayerState) -> Tensor:
         """Everything between the projections of one token in one kernel, states in place; [B, 1, hidden_size]."""
         assert layer.conv is not None and layer.state is not None
-        qkv, *gate = (x[:, 0] for x in projected.wide)
-        logits = [x[:, 0] for x in projected.narrow]
+        qkv, *gate = (x[:, 0] for x in projections.wide)
+        logits = [x[:, 0] for x in projections.narrow]
         layer.conv = layer.conv.to(qkv.dtype).contiguous()
         decay: dict[str, Any] = {}
         if self.decay is not None:
@@ -107,4 +101,4 @@ class DeltaMixer(nn.Module):
             self.o_norm.weight.to(qkv.dtype), output_gate=output_gate, norm_eps=self.norm_eps, backend=self.backend,
             **decay,
         )  # fmt: skip
-        return plus(projected.stream, self.o_proj(y.flatten(1)).unsqueeze(1))
+        return self.o_proj(y.flatten(1)).unsqueeze(1)

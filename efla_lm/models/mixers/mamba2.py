@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import EflaConfig
 from efla_lm.models.layers import ShortConvolution
-from efla_lm.models.norms import GatedRMSNorm, Linear, Maps, Projected, plus, project_back
+from efla_lm.models.norm_linear import GatedRMSNorm, Linear, Normed, add_normed_linear, project
 from efla_lm.models.sequence import SequenceInfo
 
 
@@ -40,20 +40,12 @@ class Mamba2Mixer(nn.Module):
         self.out_proj = Linear(self.inner, config.hidden_size)
         self.out_proj.init_scale = config.num_hidden_layers**-0.5  # as published: residual outputs start smaller
 
-    def maps(self) -> Maps:
-        """What reads the norm before it."""
-        return Maps([self.in_proj])
-
-    def forward(self, projected: Projected, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
-        """What `maps` gave -> the stream with the result added, [B, T, hidden_size].
-
-        Reads and replaces the states of `layer` when there is one.
-        """
-        projected = projected.hide_padding(info)
-        (joined,) = projected.wide
-        z, xbc, dt = joined.split((self.inner, self.conv_size, self.heads), dim=-1)
-        z, dt = projected.scaled(z), projected.scaled(dt)
-        x, B, C, conv_state = self.conv(xbc, None if layer is None else layer.conv, info, projected.scale)
+    def forward(self, u: Tensor | Normed, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
+        """[B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
+        projections = project(u, [self.in_proj]).hide_padding(info)
+        z, xbc, dt = projections.wide[0].split((self.inner, self.conv_size, self.heads), dim=-1)
+        z, dt = projections.scaled(z), projections.scaled(dt)
+        x, B, C, conv_state = self.conv(xbc, None if layer is None else layer.conv, info, projections.row_scale)
         x = x.unflatten(-1, (self.heads, self.head_dim))
         B, C = (t.unflatten(-1, (self.groups, self.state_size)) for t in (B, C))
         A_log, D, dt_bias = self.A_log.float(), self.D.float(), self.dt_bias.float()
@@ -62,7 +54,7 @@ class Mamba2Mixer(nn.Module):
                 x[:, 0], dt[:, 0], A_log, B[:, 0], C[:, 0], D, dt_bias, layer.state, backend=self.backend
             )
             layer.conv = conv_state.clone()
-            return plus(projected.stream, self.out_proj(self.norm(y.flatten(1).unsqueeze(1), z)))
+            return self.out_proj(self.norm(y.flatten(1).unsqueeze(1), z))
         y, state = efla_kernels.mamba2(
             x, dt, A_log, B, C, D, dt_bias,
             dt_mask=info.mask,  # a step of 0 neither writes nor decays; the bias alone would do both
@@ -73,7 +65,7 @@ class Mamba2Mixer(nn.Module):
         )  # fmt: skip
         if layer is not None:
             layer.conv, layer.state = conv_state.clone(), state
-        return project_back(projected.stream, self.norm, self.out_proj, y.flatten(2), z)
+        return add_normed_linear(u, self.norm, self.out_proj, y.flatten(2), z)
 
     def _decodes(self, x: Tensor, info: SequenceInfo) -> bool:
         """Whether this pass is one token per sequence that the fused step may serve: no gradient, nothing masked."""
