@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from efla_data.loader.batches import SequentialLoader, WindowLoader
+from efla_data.loader.batches import TrainLoader, ValidationLoader
 from torch.optim import AdamW
 
 from efla_lm.models import EflaConfig, EflaForCausalLM, flops_per_token
@@ -52,8 +52,8 @@ class Run:
     optimizer: AdamW
     replicas: int  # ranks that hold the same shard
     passes: Passes
-    train_data: WindowLoader
-    heldout_data: SequentialLoader | None
+    train_data: TrainLoader
+    heldout_data: ValidationLoader | None
     data: corpus.Corpus
     identity: dict[str, object]
     resumed_from: Path | None
@@ -117,7 +117,7 @@ def main(settings: TrainSettings) -> int:
         config = build.build_config(settings, tokens)
         backend, passes = build.backend_in_use(config, world.device), build.build_passes(settings, world)
         train_data, heldout_data = corpus.build_loaders(settings, budget, data, world)
-        identity = build.identity(settings, config, train_data.windows)
+        identity = build.identity(settings, config, train_data.sequences)
         world.on_main(lambda: build.find_resume(settings, identity, locked=False))
         evaluation = build.live_evaluation(settings, tokens, budget, world)
         with open_run(settings, rank=world.rank, world_size=world.size, broadcast=world.broadcast) as directory:
@@ -223,7 +223,7 @@ def facts(run: Run, backend: str) -> dict[str, object]:
     parameters = sum(p.numel() for p in run.model.parameters())
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     heldout = run.data.heldout.num_tokens if run.data.heldout else 0
-    packing = corpus.describe(run.train_data.windows)
+    packing = corpus.describe(run.train_data.sequences)
     shards = world.size // run.replicas
     return {
         "model": f"{config.mixer}, {parameters:,} parameters, {config.num_hidden_layers} blocks, backend {backend}",

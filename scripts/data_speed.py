@@ -19,8 +19,8 @@ from typing import Any
 
 from efla_data.corpus.sources import find_files
 from efla_data.corpus.workers import worker_environment
-from efla_data.loader.batches import WindowLoader
-from efla_data.loader.sequences import StreamWindows
+from efla_data.loader.batches import TrainLoader
+from efla_data.loader.sequences import StreamSequences
 from efla_data.loader.token_file import TokenFile
 from efla_kernels.environment import commit
 
@@ -60,12 +60,12 @@ print(json.dumps([seconds, wall, used.ru_maxrss / 2**20, tokens]))
 """
 READ = """
 import json, sys, time
-from efla_data.loader.batches import WindowLoader
+from efla_data.loader.batches import TrainLoader
 from efla_data.loader.token_file import TokenFile
-from efla_data.loader.sequences import StreamWindows
+from efla_data.loader.sequences import StreamSequences
 folder, context, micro_batch, rank, ranks, seconds = json.loads(sys.argv[1])
-windows = StreamWindows(TokenFile.open(folder), context)
-loader = WindowLoader(windows, micro_batch * ranks, micro_batch, rank, ranks, seed=1)
+sequences = StreamSequences(TokenFile.open(folder), context)
+loader = TrainLoader(sequences, micro_batch * ranks, micro_batch, rank, ranks, seed=1)
 loader.batch(0, 0)
 print("ready", flush=True)
 sys.stdin.readline()
@@ -84,7 +84,7 @@ class DataSpeedSettings:
 
     compare: bool = key(True, "also run datasets.map")
     readers: int = key(2, "processes that read batches at once")
-    micro_batch: int = key(8, "windows of data.context in a batch")
+    micro_batch: int = key(8, "sequences of data.context in a batch")
     seconds: float = key(5.0, "how long batches are read")
     out: str = key("results/data_speed.json", "where the figures go", path=PATH)
     data: DataSettings = field(default_factory=DataSettings)
@@ -158,7 +158,7 @@ def _read(settings: DataSpeedSettings, folder: Path) -> dict[str, float]:
 
 def _seek(folder: Path, context: int, micro_batch: int) -> float:
     start = time.monotonic()
-    WindowLoader(StreamWindows(TokenFile.open(folder), context), micro_batch, micro_batch, seed=1).batch(10**6, 0)
+    TrainLoader(StreamSequences(TokenFile.open(folder), context), micro_batch, micro_batch, seed=1).batch(10**6, 0)
     return time.monotonic() - start
 
 

@@ -25,7 +25,7 @@ class BatchLog:
 
     def write(self, step: int, batches: Sequence[Batch]) -> None:
         """Called by all ranks."""
-        ranks = self._world.gather([batch.window_ids.tolist() for batch in batches])
+        ranks = self._world.gather([batch.sequence_ids.tolist() for batch in batches])
         if self._world.is_main:
             row = {
                 "step": step,

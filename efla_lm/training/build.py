@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from efla_data.loader.sequences import Windows
+from efla_data.loader.sequences import Sequences
 from efla_data.loader.token_file import TokenFile
 from efla_kernels.backends import lacks_gpu, resolve_backend
 from torch.distributed.device_mesh import DeviceMesh
@@ -144,7 +144,7 @@ def live_evaluation(settings: TrainSettings, tokens: TokenFile, budget: Budget, 
     )
 
 
-def identity(settings: TrainSettings, config: EflaConfig, windows: Windows) -> dict[str, Any]:
+def identity(settings: TrainSettings, config: EflaConfig, windows: Sequences) -> dict[str, Any]:
     """What a continued run must share with its checkpoint, by the name of the key that sets it."""
     model = {f"model.{name}": getattr(config, name) for name in asdict(settings.model) if name not in FREE_FIELDS}
     batch = {"train.batch_tokens": settings.train.batch_tokens, "seed": settings.seed}

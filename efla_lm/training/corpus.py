@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from efla_data.loader.batches import SequentialLoader, WindowLoader
-from efla_data.loader.mixture import MixedWindows
-from efla_data.loader.packed import PackedWindows, default_most
+from efla_data.loader.batches import TrainLoader, ValidationLoader
+from efla_data.loader.mixture import MixedSequences
+from efla_data.loader.packed import PackedSequences, default_max_documents
 from efla_data.loader.packing import VERSION as PACKING_VERSION
-from efla_data.loader.sequences import StreamWindows, Windows
+from efla_data.loader.sequences import Sequences, StreamSequences
 from efla_data.loader.token_file import TokenFile
 
 from efla_lm.errors import UserError
@@ -83,42 +83,42 @@ def _check_tokenizer(file: TokenFile, data: DataSettings) -> None:
 
 def build_loaders(
     settings: TrainSettings, budget: Budget, corpus: Corpus, world: World
-) -> tuple[WindowLoader, SequentialLoader | None]:
+) -> tuple[TrainLoader, ValidationLoader | None]:
     """This rank's training and validation batches."""
     data = settings.data
     world.on_main(lambda: _windows(data, corpus))  # makes the plans of packed documents, once for all
     windows, heldout = _windows(data, corpus)
-    train = WindowLoader(windows, budget.windows, budget.micro_batch, world.rank, world.size, settings.seed)
+    train = TrainLoader(windows, budget.windows, budget.micro_batch, world.rank, world.size, settings.seed)
     if heldout is None:
         return train, None
-    return train, SequentialLoader(heldout, budget.micro_batch, world.rank, world.size)
+    return train, ValidationLoader(heldout, budget.micro_batch, world.rank, world.size)
 
 
-def _windows(data: DataSettings, corpus: Corpus) -> tuple[Windows, Windows | None]:
+def _windows(data: DataSettings, corpus: Corpus) -> tuple[Sequences, Sequences | None]:
     """Windows of the training and of the held-out tokens."""
 
-    def cut(file: TokenFile, tail: bool) -> Windows:
+    def cut(file: TokenFile, tail: bool) -> Sequences:
         if data.packing == "documents":
-            return PackedWindows(file, data.context, data.max_documents)
-        return StreamWindows(file, data.context, data.mask_boundaries, tail)
+            return PackedSequences(file, data.context, data.max_documents)
+        return StreamSequences(file, data.context, data.mask_boundaries, tail)
 
     parts = [cut(file, tail=False) for file in corpus.train]
     heldout = None if corpus.heldout is None else cut(corpus.heldout, tail=True)
-    return MixedWindows(parts, data.weights) if data.mixture else parts[0], heldout
+    return MixedSequences(parts, data.weights) if data.mixture else parts[0], heldout
 
 
-def describe(windows: Windows) -> str:
-    """How full the windows of a loader are, in words; empty for windows of the stream, which always are."""
-    parts = windows.parts if isinstance(windows, MixedWindows) else [windows]
-    packed = [part for part in parts if isinstance(part, PackedWindows)]
+def describe(windows: Sequences) -> str:
+    """How full the sequences of a loader are, in words; empty for sequences of the stream, which are always full."""
+    parts = windows.parts if isinstance(windows, MixedSequences) else [windows]
+    packed = [part for part in parts if isinstance(part, PackedSequences)]
     if not packed:
         return ""
     filled = sum(part.filled * part.count for part in packed) / sum(part.count for part in packed)
     hint = "" if filled > 0.9 else ": raise data.max_documents to fill more"
-    return f"whole documents, {filled:.1%} of positions filled, at most {packed[0].most} per window{hint}"
+    return f"whole documents, {filled:.1%} of positions filled, at most {packed[0].max_documents} per sequence{hint}"
 
 
-def identity(data: DataSettings, windows: Windows) -> dict[str, Any]:
+def identity(data: DataSettings, windows: Sequences) -> dict[str, Any]:
     """What a continued run must share with its checkpoint, by the name of the key that sets it."""
     ours: dict[str, Any] = {
         "data.fingerprint": windows.fingerprint,
@@ -126,6 +126,6 @@ def identity(data: DataSettings, windows: Windows) -> dict[str, Any]:
         "data.mask_boundaries": data.mask_boundaries,
     }
     if data.packing != "stream":  # absent otherwise: runs of versions that had the stream alone go on
-        most = default_most(data.context) if data.max_documents is None else data.max_documents
+        most = default_max_documents(data.context) if data.max_documents is None else data.max_documents
         ours |= {"data.packing": f"{data.packing} (plan {PACKING_VERSION})", "data.max_documents": most}
     return ours

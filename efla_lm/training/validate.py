@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from efla_data.loader.batches import SequentialLoader
+from efla_data.loader.batches import ValidationLoader
 from torch import nn
 
 from efla_lm.parallel.distributed import World, reshard
@@ -15,7 +15,7 @@ from efla_lm.training.step import count_targets, inputs_of
 @torch.no_grad()
 def validate(
     model: nn.Module,
-    loader: SequentialLoader,
+    loader: ValidationLoader,
     world: World,
     max_windows: int | None = None,
     check: Callable[[], None] = lambda: None,

@@ -10,8 +10,8 @@ import pytest
 from efla_data.corpus.prepare import prepare
 from efla_data.corpus.recipe import Recipe
 from efla_data.corpus.tokenizer import find_tokenizer, save_tokenizer
-from efla_data.loader.batches import IGNORE, SequentialLoader
-from efla_data.loader.packed import PackedWindows
+from efla_data.loader.batches import IGNORE, ValidationLoader
+from efla_data.loader.packed import PackedSequences
 from efla_data.loader.token_file import TokenFile
 
 from tests.data.material import BOS, EOS, SPACE, ids_of, load, save_rules, sentencepiece_folder, sentencepiece_rules
@@ -115,7 +115,7 @@ def test_the_same_file_twice_without_duplicates(corpus: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("context", [7, 64])
-def test_golden_windows_of_whole_documents(corpus: Path, tmp_path: Path, bos: bool, context: int) -> None:
+def test_golden_sequences_of_whole_documents(corpus: Path, tmp_path: Path, bos: bool, context: int) -> None:
     """Row C19: each document once, opened by BOS or EOS, closed by EOS, cut where it is longer than the context."""
     recipe = Recipe([str(corpus / "odd.jsonl")], tokenizer=str(corpus / "tokenizer"), bos=bos)
     prepare(recipe, tmp_path / "out", processes=1)
@@ -126,7 +126,7 @@ def test_golden_windows_of_whole_documents(corpus: Path, tmp_path: Path, bos: bo
             piece = sequence[start : start + context + 1]
             wanted.append((piece[:-1], piece[1:]))
     assert len(wanted) >= len(expected(bos)) + 1000 // context
-    loader = SequentialLoader(PackedWindows(TokenFile.open(tmp_path / "out"), context), 4)
+    loader = ValidationLoader(PackedSequences(TokenFile.open(tmp_path / "out"), context), 4)
     got = []
     for index in range(loader.num_batches):
         batch = loader.batch(index)

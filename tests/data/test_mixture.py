@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from efla_data.errors import DataError
-from efla_data.loader.batches import IGNORE, WindowLoader
-from efla_data.loader.mixture import MixedWindows, whole_shares
-from efla_data.loader.packed import PackedWindows
-from efla_data.loader.sequences import StreamWindows, Windows
+from efla_data.loader.batches import IGNORE, TrainLoader
+from efla_data.loader.mixture import MixedSequences, whole_shares
+from efla_data.loader.packed import PackedSequences
+from efla_data.loader.sequences import Sequences, StreamSequences
 
 from tests.data.material import counting_tokens
 
@@ -19,22 +19,24 @@ T = 8
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> list[Windows]:
-    """125, 50 and 6 windows."""
+def parts(tmp_path_factory: pytest.TempPathFactory) -> list[Sequences]:
+    """125, 50 and 6 sequences."""
     folder = tmp_path_factory.mktemp("mixture")
-    return [StreamWindows(counting_tokens(folder / str(n), n), T) for n in (1003, 405, 50)]
+    return [StreamSequences(counting_tokens(folder / str(n), n), T) for n in (1003, 405, 50)]
 
 
-def drawn(parts: list[Windows], weights: list[float], rows: int, seed: int | None = 5) -> tuple[np.ndarray, np.ndarray]:
-    """(corpus, its window) at the first places."""
-    mixed = MixedWindows(parts, weights)
-    windows = mixed.order(np.arange(rows), seed)
-    owners = np.searchsorted(mixed.bounds, windows, side="right") - 1
-    return owners, windows - mixed.bounds[owners]
+def drawn(
+    parts: list[Sequences], weights: list[float], rows: int, seed: int | None = 5
+) -> tuple[np.ndarray, np.ndarray]:
+    """(corpus, its sequence) at the first places."""
+    mixed = MixedSequences(parts, weights)
+    sequences = mixed.order(np.arange(rows), seed)
+    owners = np.searchsorted(mixed.bounds, sequences, side="right") - 1
+    return owners, sequences - mixed.bounds[owners]
 
 
 @pytest.mark.parametrize("weights", [[0.7, 0.2, 0.1], [1, 1, 1], [5, 3, 1e-3], [1 / 3, 1 / 7, 0.5238]])
-def test_every_stretch_holds_the_proportions(parts: list[Windows], weights: list[float]) -> None:
+def test_every_stretch_holds_the_proportions(parts: list[Sequences], weights: list[float]) -> None:
     owners, _ = drawn(parts, weights, 5000)
     for index, weight in enumerate(weights):
         seen = np.cumsum(owners == index)
@@ -42,11 +44,11 @@ def test_every_stretch_holds_the_proportions(parts: list[Windows], weights: list
         assert np.abs(seen - expected).max() < 2
 
 
-def test_each_corpus_is_read_in_epochs_reshuffled(parts: list[Windows]) -> None:
-    """However often the small one comes round while the large one is read once: every window once per epoch."""
-    owners, windows = drawn(parts, [0.5, 0.3, 0.2], 1000)
+def test_each_corpus_is_read_in_epochs_reshuffled(parts: list[Sequences]) -> None:
+    """However often the small one comes round while the large one is read once: every sequence once per epoch."""
+    owners, sequences = drawn(parts, [0.5, 0.3, 0.2], 1000)
     for index, part in enumerate(parts):
-        own = windows[owners == index]
+        own = sequences[owners == index]
         epochs = [own[start : start + part.count].tolist() for start in range(0, len(own) - part.count, part.count)]
         assert len(epochs) >= 3
         for epoch in epochs:
@@ -56,34 +58,34 @@ def test_each_corpus_is_read_in_epochs_reshuffled(parts: list[Windows]) -> None:
     assert in_order[owners == 1].tolist()[:60] == [*range(50), *range(10)]
 
 
-def test_same_global_batch_for_any_layout_and_any_step(parts: list[Windows]) -> None:
-    mixed = MixedWindows(parts, [0.7, 0.2, 0.1])
-    straight = [WindowLoader(mixed, 24, 24, seed=5).window_ids(step, 0).tolist() for step in range(40)]
+def test_same_global_batch_for_any_layout_and_any_step(parts: list[Sequences]) -> None:
+    mixed = MixedSequences(parts, [0.7, 0.2, 0.1])
+    straight = [TrainLoader(mixed, 24, 24, seed=5).sequence_ids(step, 0).tolist() for step in range(40)]
     for micro_batch, world_size in ((1, 1), (12, 2), (3, 4), (1, 8)):
-        loaders = [WindowLoader(mixed, 24, micro_batch, rank, world_size, seed=5) for rank in range(world_size)]
+        loaders = [TrainLoader(mixed, 24, micro_batch, rank, world_size, seed=5) for rank in range(world_size)]
         for step in (0, 7, 13, 39):
             ids = [
-                window
+                sequence
                 for micro in range(loaders[0].micro_steps)
                 for loader in loaders
-                for window in loader.window_ids(step, micro).tolist()
+                for sequence in loader.sequence_ids(step, micro).tolist()
             ]
             assert ids == straight[step]
-    assert [window for step in straight for window in step] == mixed.order(np.arange(960), 5).tolist()
+    assert [sequence for step in straight for sequence in step] == mixed.order(np.arange(960), 5).tolist()
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_batches_are_the_windows_of_their_corpora(tmp_path: Path, packed: bool) -> None:
+def test_batches_are_the_sequences_of_their_corpora(tmp_path: Path, packed: bool) -> None:
     files = [counting_tokens(tmp_path / str(n), n, document=d) for n, d in ((1003, 10), (405, 7), (50, 5))]
-    parts: list[Windows] = [PackedWindows(file, T, 2) if packed else StreamWindows(file, T) for file in files]
-    mixed = MixedWindows(parts, [0.5, 0.3, 0.2])
-    loader = WindowLoader(mixed, 10, 10, seed=1)
+    parts: list[Sequences] = [PackedSequences(file, T, 2) if packed else StreamSequences(file, T) for file in files]
+    mixed = MixedSequences(parts, [0.5, 0.3, 0.2])
+    loader = TrainLoader(mixed, 10, 10, seed=1)
     for step in range(5):
         batch = loader.batch(step, 0)
         rows = batch.input_ids.view(10, T), batch.targets.view(10, T)
-        for row, window in enumerate(batch.window_ids.tolist()):
-            owner = int(np.searchsorted(mixed.bounds, window, side="right")) - 1
-            alone = parts[owner].read(np.array([window - mixed.bounds[owner]]))
+        for row, sequence in enumerate(batch.sequence_ids.tolist()):
+            owner = int(np.searchsorted(mixed.bounds, sequence, side="right")) - 1
+            alone = parts[owner].read(np.array([sequence - mixed.bounds[owner]]))
             assert rows[0][row].tolist() == alone.inputs[0].tolist()
             assert rows[1][row].tolist() == alone.targets[0].tolist()
             assert (batch.cu_seqlens is not None) == packed
@@ -106,16 +108,16 @@ def test_shares() -> None:
         whole_shares([1, 1e-8], 2)
 
 
-def test_fingerprint_tells_content_and_weights(parts: list[Windows]) -> None:
-    prints = {MixedWindows(parts[:2], weights).fingerprint for weights in ([1, 2], [2, 1])}
-    prints.add(MixedWindows(parts[1::-1], [1, 2]).fingerprint)
+def test_fingerprint_tells_content_and_weights(parts: list[Sequences]) -> None:
+    prints = {MixedSequences(parts[:2], weights).fingerprint for weights in ([1, 2], [2, 1])}
+    prints.add(MixedSequences(parts[1::-1], [1, 2]).fingerprint)
     assert len(prints) == 3
-    assert MixedWindows(parts[:2], [1, 2]).fingerprint == MixedWindows(parts[:2], [10, 20]).fingerprint
+    assert MixedSequences(parts[:2], [1, 2]).fingerprint == MixedSequences(parts[:2], [10, 20]).fingerprint
 
 
-def test_seek_costs_nothing(parts: list[Windows]) -> None:
+def test_seek_costs_nothing(parts: list[Sequences]) -> None:
     start = time.perf_counter()
-    loader = WindowLoader(MixedWindows(parts, [0.7, 0.2999999, 0.1]), 24, 24, seed=5)
+    loader = TrainLoader(MixedSequences(parts, [0.7, 0.2999999, 0.1]), 24, 24, seed=5)
     loader.batch(10**6, 0)
     loader.batch(10**12, 0)
     assert time.perf_counter() - start < 1

@@ -1,4 +1,4 @@
-"""Windows of whole documents: every target once, in its own document, opened as evaluation opens a text."""
+"""Sequences of whole documents: every target once, in its own document, opened as evaluation opens a text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from efla_data.corpus.writer import write_token_files
 from efla_data.errors import DataError
 from efla_data.loader import packing
-from efla_data.loader.batches import IGNORE, SequentialLoader, WindowLoader
-from efla_data.loader.packed import PackedWindows, default_most
+from efla_data.loader.batches import IGNORE, TrainLoader, ValidationLoader
+from efla_data.loader.packed import PackedSequences, default_max_documents
 from efla_data.loader.token_file import TokenFile
 
 EOS, BOS = 0, 1
@@ -48,16 +48,16 @@ def pieces_of(texts: list[list[int]], bos: bool) -> list[tuple[tuple[int, ...], 
 @pytest.mark.parametrize("most", [1, 3, 8, 16])
 def test_every_piece_of_every_document_once(tmp_path: Path, bos: bool, most: int) -> None:
     texts = documents(bos)
-    windows = PackedWindows(token_file(tmp_path, texts, bos), T, most)
+    sequences = PackedSequences(token_file(tmp_path, texts, bos), T, most)
     found = []
-    for first in range(0, windows.count, 7):
-        rows = windows.read(np.arange(first, min(first + 7, windows.count)))
+    for first in range(0, sequences.count, 7):
+        rows = sequences.read(np.arange(first, min(first + 7, sequences.count)))
         assert rows.ends is not None and rows.ends.shape[1] == most + 1
         for inputs, targets, ends in zip(rows.inputs, rows.targets, rows.ends, strict=True):
             assert ends[-1] == T and (np.diff(ends) >= 0).all()
             for a, b in pairwise([0, *ends.tolist()]):
                 piece = tuple(inputs[a:b].tolist()), tuple(targets[a:b].tolist())
-                if IGNORE in piece[1]:  # padding is a document of its own, the last one of its window
+                if IGNORE in piece[1]:  # padding is a document of its own, the last one of its sequence
                     assert set(piece[1]) == {IGNORE} and b == T
                 elif b > a:
                     found.append(piece)
@@ -65,25 +65,25 @@ def test_every_piece_of_every_document_once(tmp_path: Path, bos: bool, most: int
 
 
 def test_few_positions_are_left_empty(tmp_path: Path) -> None:
-    """Lengths as of web text (log-normal, median half a window): more than 99 % filled, and stated exactly."""
+    """Lengths as of web text (log-normal, median half a sequence): more than 99 % filled, and stated exactly."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(5.5, 1.0, 5000).astype(int), 2, None)
     file = token_file(tmp_path, [[*([7] * (n - 1)), EOS] for n in lengths], bos=False)
-    windows = PackedWindows(file, 512)
-    assert windows.most == default_most(512) == 8
-    assert windows.filled > 0.99
-    assert windows.filled == pytest.approx(file.num_tokens / (windows.count * 512))
+    sequences = PackedSequences(file, 512)
+    assert sequences.max_documents == default_max_documents(512) == 8
+    assert sequences.filled > 0.99
+    assert sequences.filled == pytest.approx(file.num_tokens / (sequences.count * 512))
 
 
 def test_short_documents_meet_the_limit(tmp_path: Path) -> None:
-    """Documents of 4 positions, at most 2 of them in a window of 16: half of it stays empty."""
-    windows = PackedWindows(token_file(tmp_path, [[5, 6, 7, EOS]] * 100, bos=False), T, 2)
-    assert (windows.count, windows.filled) == (50, 0.5)
+    """Documents of 4 positions, at most 2 of them in a sequence of 16: half of it stays empty."""
+    sequences = PackedSequences(token_file(tmp_path, [[5, 6, 7, EOS]] * 100, bos=False), T, 2)
+    assert (sequences.count, sequences.filled) == (50, 0.5)
 
 
 def test_batches_have_one_shape_and_the_right_boundaries(tmp_path: Path) -> None:
-    windows = PackedWindows(token_file(tmp_path, documents(False), False), T, 4)
-    loader = WindowLoader(windows, 8, 4, seed=3)
+    sequences = PackedSequences(token_file(tmp_path, documents(False), False), T, 4)
+    loader = TrainLoader(sequences, 8, 4, seed=3)
     for step in range(20):
         for micro in range(2):
             batch = loader.batch(step, micro)
@@ -91,33 +91,33 @@ def test_batches_have_one_shape_and_the_right_boundaries(tmp_path: Path) -> None
             assert batch.cu_seqlens is not None and batch.cu_seqlens.shape == (4 * 5 + 1,)
             offsets = batch.cu_seqlens.tolist()
             assert offsets[0] == 0 and offsets[-1] == 4 * T and offsets == sorted(offsets)
-            assert set(range(0, 4 * T + 1, T)) <= set(offsets)  # no document crosses a window
-            rows = windows.read(batch.window_ids.numpy())
+            assert set(range(0, 4 * T + 1, T)) <= set(offsets)  # no document crosses a sequence
+            rows = sequences.read(batch.sequence_ids.numpy())
             assert batch.input_ids.flatten().tolist() == rows.inputs.flatten().tolist()
 
 
 def test_same_global_batch_for_any_layout(tmp_path: Path) -> None:
-    windows = PackedWindows(token_file(tmp_path, documents(False), False), T, 4)
-    straight = [WindowLoader(windows, 8, 8, seed=3).window_ids(step, 0).tolist() for step in range(30)]
+    sequences = PackedSequences(token_file(tmp_path, documents(False), False), T, 4)
+    straight = [TrainLoader(sequences, 8, 8, seed=3).sequence_ids(step, 0).tolist() for step in range(30)]
     for micro_batch, world_size in ((1, 1), (4, 1), (2, 2), (1, 4), (2, 4)):
-        loaders = [WindowLoader(windows, 8, micro_batch, rank, world_size, seed=3) for rank in range(world_size)]
+        loaders = [TrainLoader(sequences, 8, micro_batch, rank, world_size, seed=3) for rank in range(world_size)]
         for step in range(30):
             ids = [
-                window
+                sequence
                 for micro in range(loaders[0].micro_steps)
                 for loader in loaders
-                for window in loader.batch(step, micro).window_ids.tolist()
+                for sequence in loader.batch(step, micro).sequence_ids.tolist()
             ]
             assert ids == straight[step]
-    first_epoch = [window for step in straight for window in step][: windows.count]
-    assert sorted(first_epoch) == list(range(windows.count))[: len(first_epoch)] or len(first_epoch) < windows.count
+    first_epoch = [sequence for step in straight for sequence in step][: sequences.count]
+    assert sorted(first_epoch) == list(range(sequences.count))[: len(first_epoch)] or len(first_epoch) < sequences.count
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_validation_reads_every_target_once(tmp_path: Path, world_size: int) -> None:
     texts = documents(False)
-    windows = PackedWindows(token_file(tmp_path, texts, False), T, 4)
-    loaders = [SequentialLoader(windows, 3, rank, world_size) for rank in range(world_size)]
+    sequences = PackedSequences(token_file(tmp_path, texts, False), T, 4)
+    loaders = [ValidationLoader(sequences, 3, rank, world_size) for rank in range(world_size)]
     targets = []
     for index in range(loaders[0].num_batches):
         for loader in loaders:
@@ -129,42 +129,42 @@ def test_validation_reads_every_target_once(tmp_path: Path, world_size: int) -> 
 def test_plan_is_kept_and_made_anew_when_it_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = documents(False)
     file = token_file(tmp_path, texts, False)
-    first = PackedWindows(file, T, 4).read(np.arange(5))
+    first = PackedSequences(file, T, 4).read(np.arange(5))
     folder = tmp_path / "packing" / f"train-{T}-4"
     assert sorted(path.name for path in folder.iterdir()) == ["lengths.bin", "plan.json", "starts.bin", "windows.bin"]
     with monkeypatch.context() as patch:
         patch.setattr(packing, "_build", lambda *_: pytest.fail("made again"))
-        assert np.array_equal(PackedWindows(file, T, 4).read(np.arange(5)).inputs, first.inputs)
+        assert np.array_equal(PackedSequences(file, T, 4).read(np.arange(5)).inputs, first.inputs)
     info = json.loads((folder / "plan.json").read_text())
     for change in ({"version": 0}, {"fingerprint": "x"}, {"pieces": info["pieces"] + 1}):
         (folder / "plan.json").write_text(json.dumps({**info, **change}))
-        assert np.array_equal(PackedWindows(file, T, 4).read(np.arange(5)).inputs, first.inputs)
+        assert np.array_equal(PackedSequences(file, T, 4).read(np.arange(5)).inputs, first.inputs)
         assert json.loads((folder / "plan.json").read_text()) == info
     (folder / "plan.json").write_text("{half")
-    assert PackedWindows(file, T, 4).count == info["windows"]
+    assert PackedSequences(file, T, 4).count == info["windows"]
     assert [path.name for path in (tmp_path / "packing").iterdir()] == [folder.name]  # nothing half-made is left
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared token files on a read-only disk: the plan is made for the process, and is the same."""
     file = token_file(tmp_path / "a", documents(False), False)
-    kept = PackedWindows(token_file(tmp_path / "b", documents(False), False), T, 4)
+    kept = PackedSequences(token_file(tmp_path / "b", documents(False), False), T, 4)
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    windows = PackedWindows(file, T, 4)
+    sequences = PackedSequences(file, T, 4)
     assert not (tmp_path / "a" / "packing").exists()
-    everything = np.arange(windows.count)
-    assert np.array_equal(windows.read(everything).inputs, kept.read(everything).inputs)
+    everything = np.arange(sequences.count)
+    assert np.array_equal(sequences.read(everything).inputs, kept.read(everything).inputs)
 
 
 def test_plan_in_blocks_covers_the_same_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "BLOCK_DOCUMENTS", 13)
     texts = documents(True)
-    windows = PackedWindows(token_file(tmp_path, texts, True), T, 4)
-    rows = windows.read(np.arange(windows.count))
+    sequences = PackedSequences(token_file(tmp_path, texts, True), T, 4)
+    rows = sequences.read(np.arange(sequences.count))
     assert sorted(rows.targets[rows.targets != IGNORE].tolist()) == sorted(
         token for text in texts for token in text[1:]
     )
@@ -173,20 +173,20 @@ def test_plan_in_blocks_covers_the_same_documents(tmp_path: Path, monkeypatch: p
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     file = token_file(tmp_path, [[EOS]], bos=True)
     with pytest.raises(DataError, match="no document with a token to predict"):
-        PackedWindows(file, T)
+        PackedSequences(file, T)
     with pytest.raises(DataError, match=r"data\.max_documents must be at least 1, got 0"):
-        PackedWindows(file, T, 0)
+        PackedSequences(file, T, 0)
     with pytest.raises(DataError, match=r"data\.context must be at least 1"):
-        PackedWindows(file, 0)
+        PackedSequences(file, 0)
 
 
 def test_speed(tmp_path: Path) -> None:
-    """20 M tokens/s of processor time, documents of 600 tokens on average in windows of 2048."""
+    """20 M tokens/s of processor time, documents of 600 tokens on average in sequences of 2048."""
     import time
 
     lengths = np.random.default_rng(0).integers(100, 1100, 5000)
     file = token_file(tmp_path, [[*([7] * (n - 1)), EOS] for n in lengths], bos=False)
-    loader = WindowLoader(PackedWindows(file, 2048), 32, 8, seed=1)
+    loader = TrainLoader(PackedSequences(file, 2048), 32, 8, seed=1)
     loader.batch(0, 0)
     best = 0.0
     for _ in range(3):

@@ -12,10 +12,10 @@ from efla_data.corpus.manifest import load_manifest, make_split
 from efla_data.corpus.statistics import count_tokens
 from efla_data.corpus.writer import write_token_files
 from efla_data.errors import DataError
-from efla_data.loader.batches import SequentialLoader, WindowLoader
-from efla_data.loader.joined import Joined, count_below
-from efla_data.loader.packed import PackedWindows
-from efla_data.loader.sequences import StreamWindows
+from efla_data.loader.batches import TrainLoader, ValidationLoader
+from efla_data.loader.concatenated import ConcatenatedArray, count_below
+from efla_data.loader.packed import PackedSequences
+from efla_data.loader.sequences import StreamSequences
 from efla_data.loader.token_file import TokenFile
 
 EOS, VOCAB = 0, 100
@@ -45,7 +45,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[TokenFile, TokenFil
 
 def test_tokens_and_documents(files: tuple[TokenFile, TokenFile]) -> None:
     one, four = files
-    assert isinstance(four.tokens, Joined) and not isinstance(one.tokens, Joined)
+    assert isinstance(four.tokens, ConcatenatedArray) and not isinstance(one.tokens, ConcatenatedArray)
     assert (four.num_tokens, four.num_documents) == (one.num_tokens, one.num_documents)
     assert four.tokens.tolist() == one.tokens.tolist()
     assert four.document_ends.tolist() == one.document_ends.tolist()
@@ -63,19 +63,19 @@ def test_tokens_and_documents(files: tuple[TokenFile, TokenFile]) -> None:
 
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("context", [3, 16, 50])
-def test_windows_cross_shards(files: tuple[TokenFile, TokenFile], mask: bool, context: int) -> None:
-    loaders = [WindowLoader(StreamWindows(file, context, mask), 4, 4, seed=1) for file in files]
+def test_sequences_cross_shards(files: tuple[TokenFile, TokenFile], mask: bool, context: int) -> None:
+    loaders = [TrainLoader(StreamSequences(file, context, mask), 4, 4, seed=1) for file in files]
     for step in range(30):
         one, four = (loader.batch(step, 0) for loader in loaders)
         assert one.input_ids.tolist() == four.input_ids.tolist() and one.targets.tolist() == four.targets.tolist()
-    validation = [SequentialLoader(StreamWindows(file, context, mask, tail=True), 4) for file in files]
+    validation = [ValidationLoader(StreamSequences(file, context, mask, tail=True), 4) for file in files]
     for index in range(validation[0].num_batches):
         one, four = (loader.batch(index) for loader in validation)
         assert one.input_ids.tolist() == four.input_ids.tolist() and one.targets.tolist() == four.targets.tolist()
 
 
 def test_packed_documents(files: tuple[TokenFile, TokenFile]) -> None:
-    one, four = (PackedWindows(file, 16, 4) for file in files)
+    one, four = (PackedSequences(file, 16, 4) for file in files)
     rows = one.read(np.arange(one.count)), four.read(np.arange(four.count))
     assert rows[0].inputs.tolist() == rows[1].inputs.tolist() and rows[0].targets.tolist() == rows[1].targets.tolist()
 

@@ -155,13 +155,13 @@ def test_writer_refuses_ids_that_break_the_format(tmp_path: Path, document: list
 HUGE = """
 import resource, sys, time
 import numpy as np
-from efla_data.loader.batches import WindowLoader
+from efla_data.loader.batches import TrainLoader
 from efla_data.loader.token_file import TokenFile
-from efla_data.loader.sequences import StreamWindows
+from efla_data.loader.sequences import StreamSequences
 start = time.monotonic()
 file = TokenFile.open(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-loader = WindowLoader(StreamWindows(file, 2048, mask_boundaries=True), 256, 16, seed=1)
+loader = TrainLoader(StreamSequences(file, 2048, mask_boundaries=True), 256, 16, seed=1)
 for step in (0, 10**4, 10**6):
     assert loader.batch(step, 3).input_ids.shape == (16, 2048)
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -173,8 +173,8 @@ print(file.num_tokens, (after - before) / 1024, time.monotonic() - start)
 def test_fifty_billion_tokens_cost_no_memory(tmp_path: Path, shards: int) -> None:
     """Sparse files of the paper's size: open, read at step one million, in seconds and a few MiB."""
     manifest = write_token_files(tmp_path, {"train": [[1]]}, 32000, eos_id=1)
-    # holes in the index of a single shard read as document ends at 0, which are before every window; of several shards
-    # that would be in the middle, so they have fewer documents, all with their ends
+    # holes in the index of a single shard read as document ends at 0, which are before every sequence; with several
+    # shards the holes would be in the middle, so those have fewer documents, all with their ends
     tokens, documents = 50_000_000_000, 50_000_000 if shards == 1 else 50_000
     shard = dataclasses.replace(
         manifest.splits["train"].shards[0], tokens=tokens // shards, documents=documents // shards

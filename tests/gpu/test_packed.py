@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from efla_data.loader.batches import WindowLoader
-from efla_data.loader.packed import PackedWindows
+from efla_data.loader.batches import TrainLoader
+from efla_data.loader.packed import PackedSequences
 from efla_data.loader.token_file import TokenFile
 
 from efla_lm.parallel import distributed
@@ -58,8 +58,8 @@ def test_losses_are_those_of_the_cpu(corpus: Path, tmp_path: Path, model: str) -
 @pytest.mark.parametrize("mixer", ["efla", "gated_efla", "deltanet", "mamba2", "attention"])
 def test_no_wait_between_updates(corpus: Path, world: distributed.World, mixer: str) -> None:
     """The boundaries of documents are checked and used without the host asking for them."""
-    windows = PackedWindows(TokenFile.open(corpus), 128)
-    loader, model = WindowLoader(windows, 4, 2, seed=1), sharded(world, "bf16", mixer=mixer)
+    windows = PackedSequences(TokenFile.open(corpus), 128)
+    loader, model = TrainLoader(windows, 4, 2, seed=1), sharded(world, "bf16", mixer=mixer)
     optimizer, verdicts = adamw(model), Verdicts(max_skipped=3)
 
     def step(number: int) -> None:

@@ -59,7 +59,7 @@ def ragged_batch(rows: int = 8, T: int = 24, seed: int = 0) -> Batch:
 
 
 def cut(batch: Batch, size: int) -> list[Batch]:
-    parts = (tensor.split(size) for tensor in (batch.input_ids, batch.targets, batch.window_ids))
+    parts = (tensor.split(size) for tensor in (batch.input_ids, batch.targets, batch.sequence_ids))
     return [Batch(*part) for part in zip(*parts, strict=True)]
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
-from efla_data.loader.batches import SequentialLoader
+from efla_data.loader.batches import ValidationLoader
 from torch.distributed.checkpoint import FileSystemWriter
 
 import train
@@ -42,9 +42,9 @@ def signalled_at(call: int):  # type: ignore[no-untyped-def]
 
 
 def signalled_at_batch(call: int):  # type: ignore[no-untyped-def]
-    count, plain = itertools.count(), SequentialLoader.batch
+    count, plain = itertools.count(), ValidationLoader.batch
 
-    def batch(self: SequentialLoader, index: int):  # type: ignore[no-untyped-def]
+    def batch(self: ValidationLoader, index: int):  # type: ignore[no-untyped-def]
         if next(count) == call:
             os.kill(os.getpid(), signal.SIGTERM)
         return plain(self, index)
@@ -65,7 +65,7 @@ def launch(arguments: list[str], trouble: list | None) -> int | None:
         elif kind == "signal":
             patches.append(mock.patch.object(train, "update", signalled_at(call)))
         elif kind == "signal in validation":
-            patches.append(mock.patch.object(SequentialLoader, "batch", signalled_at_batch(call)))
+            patches.append(mock.patch.object(ValidationLoader, "batch", signalled_at_batch(call)))
         elif kind == "disk":
             patches.append(mock.patch.object(FileSystemWriter, "write_data", no_space))
     for patch in patches:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from efla_data.corpus.writer import write_token_files
-from efla_data.loader.mixture import MixedWindows
-from efla_data.loader.packed import PackedWindows
-from efla_data.loader.sequences import StreamWindows
+from efla_data.loader.mixture import MixedSequences
+from efla_data.loader.packed import PackedSequences
+from efla_data.loader.sequences import StreamSequences
 from efla_data.loader.token_file import TokenFile
 
 from efla_lm.models import EflaForCausalLM, initialise
@@ -59,7 +59,7 @@ def document_losses(model: EflaForCausalLM, file: TokenFile, context: int) -> tu
 def test_packed_loss_is_that_of_each_document_alone(tmp_path: Path, mixer: str) -> None:
     """One update that is one epoch: its loss, and that of validation, against every document by itself."""
     corpus = write_corpus(tmp_path / "tokens", tokens=150, heldout=100, seed=3)
-    windows = PackedWindows(TokenFile.open(corpus), 16, 3).count
+    windows = PackedSequences(TokenFile.open(corpus), 16, 3).count
     settings = (f"model={mixer}", "name=run", "train.steps=1", "train.validate_every=1", "schedule.peak=1e-12")
     settings += ("schedule.initial=1e-12", "schedule.final=1e-12", f"train.batch_tokens={16 * windows}", *PACKED)
     assert run_here(corpus, tmp_path / "runs", *settings, "train.micro_tokens=96") == 0
@@ -147,6 +147,6 @@ def test_settings_that_contradict_each_other(folders: list[Path], capsys: pytest
 
 def test_banner_tells_how_full_the_windows_are(folders: list[Path]) -> None:
     files = [TokenFile.open(folder) for folder in folders[:2]]
-    assert describe(StreamWindows(files[0], 16)) == ""
-    text = describe(MixedWindows([PackedWindows(file, 16, 2) for file in files], [1, 1]))
-    assert "whole documents" in text and "% of positions filled, at most 2 per window" in text
+    assert describe(StreamSequences(files[0], 16)) == ""
+    text = describe(MixedSequences([PackedSequences(file, 16, 2) for file in files], [1, 1]))
+    assert "whole documents" in text and "% of positions filled, at most 2 per sequence" in text

@@ -112,7 +112,7 @@ def test_cuda_asked_for_where_there_is_none(corpus: Path, tmp_path: Path, capsys
         (["model.vocab_size=50"], "has 61 ids, the model has vocab_size=50"),  # row B10
         (["data.dir=nowhere"], "python -m scripts.prepare"),
         (["data.bos=true"], "was made with data.bos=false"),
-        (["data.context=2000", "train.batch_tokens=4000", "train.micro_tokens=2000"], "fewer than one window"),
+        (["data.context=2000", "train.batch_tokens=4000", "train.micro_tokens=2000"], "fewer than one sequence"),
         (["train.batch_tokens=65"], "multiple of data.context=16"),
         (["train.micro_tokens=null", "train.micro_batch=3"], "train.micro_batch=3"),
         *((["train.device=cpu", f"model.backend={name}"], f"{name} needs a GPU") for name in GPU_BACKENDS),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from efla_data.loader.batches import SequentialLoader
+from efla_data.loader.batches import ValidationLoader
 from transformers import Mamba2ForCausalLM
 
 import train
@@ -141,15 +141,15 @@ def test_signal_saves_and_leaves(
 
 def at_batch(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> list[int]:
     """Act when the validation batch `number` of the whole run is read; returns the indices of those read."""
-    plain, count, read = SequentialLoader.batch, itertools.count(), []
+    plain, count, read = ValidationLoader.batch, itertools.count(), []
 
-    def batch(self: SequentialLoader, index: int):  # type: ignore[no-untyped-def]
+    def batch(self: ValidationLoader, index: int):  # type: ignore[no-untyped-def]
         if next(count) == number:
             act()
         read.append(index)
         return plain(self, index)
 
-    monkeypatch.setattr(SequentialLoader, "batch", batch)
+    monkeypatch.setattr(ValidationLoader, "batch", batch)
     return read
 
 

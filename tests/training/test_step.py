@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from efla_data.loader.batches import WindowLoader
-from efla_data.loader.sequences import StreamWindows
+from efla_data.loader.batches import TrainLoader
+from efla_data.loader.sequences import StreamSequences
 from efla_data.loader.token_file import TokenFile
 from torch import nn
 
@@ -178,7 +178,7 @@ def test_boundary_switch(corpus: Path, tmp_path: Path) -> None:
         assert run_here(corpus, tmp_path, name, "train.steps=1", f"data.mask_boundaries={str(masked).lower()}") == 0
         model = EflaForCausalLM(tiny_config())
         initialise(model, 42)
-        batch = WindowLoader(StreamWindows(data, 16, masked), 4, 4, seed=42).batch(0, 0)
+        batch = TrainLoader(StreamSequences(data, 16, masked), 4, 4, seed=42).batch(0, 0)
         valid = (batch.targets != -100).sum()
         assert (valid < 64) == masked
         loss = model(input_ids=batch.input_ids, targets=batch.targets).loss / valid

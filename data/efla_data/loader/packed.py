@@ -1,4 +1,4 @@
-"""Windows of whole documents: each starts from nothing in its window, and predicts none but its own tokens."""
+"""Sequences of whole documents. Each document starts from an empty state and predicts only its own tokens."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from efla_data.loader.sequences import IGNORE, Rows, check_context, epoch_order
 from efla_data.loader.token_file import TokenFile
 
 
-def default_most(context: int) -> int:
-    """Documents that a window of `context` positions may hold unless told: one for each chunk of 64, at least 8.
+def default_max_documents(context: int) -> int:
+    """Default of data.max_documents: one document for each chunk of 64 positions, at least 8.
 
-    Every batch has room for so many documents in each window, and the kernels a chunk of memory for each of them.
+    Every batch reserves this many document boundaries per sequence, and the kernels a chunk of memory for each.
     """
     return max(8, context // 64)
 
 
-class PackedWindows:
-    """Windows with whole documents, as `packing` lays them out; what is left of a window is padding without targets.
+class PackedSequences:
+    """Sequences of whole documents, as `packing` arranges them; padding without targets fills each sequence up.
 
-    Documents longer than `context` are split. most: documents per window; None takes `default_most`.
-    `filled` is the share of positions that have a target.
+    Documents longer than `context` are split. max_documents: documents per sequence; None takes
+    `default_max_documents`. `filled` is the share of positions that have a target.
     """
 
-    def __init__(self, token_file: TokenFile, context: int, most: int | None = None) -> None:
+    def __init__(self, token_file: TokenFile, context: int, max_documents: int | None = None) -> None:
         check_context(context)
-        self.context, self.most = context, default_most(context) if most is None else most
-        if self.most < 1:
-            raise DataError(f"data.max_documents must be at least 1, got {most}")
+        self.context = context
+        self.max_documents = default_max_documents(context) if max_documents is None else max_documents
+        if self.max_documents < 1:
+            raise DataError(f"data.max_documents must be at least 1, got {max_documents}")
         self.token_file, self.fingerprint = token_file, token_file.fingerprint
-        self.plan = open_plan(token_file, context, self.most)
+        self.plan = open_plan(token_file, context, self.max_documents)
         self.count = self.plan.info.windows
         if self.count < 1:
             raise DataError(f"{token_file.folder} ({token_file.split}): no document with a token to predict")
@@ -42,21 +43,21 @@ class PackedWindows:
         """See `epoch_order`."""
         return epoch_order(rows, self.count, seed)
 
-    def read(self, windows: np.ndarray) -> Rows:
-        """Document by document; padding holds EOS."""
+    def read(self, sequences: np.ndarray) -> Rows:
+        """Copy document by document; padding holds EOS."""
         T, tokens, plan = self.context, self.token_file.tokens, self.plan
-        inputs = np.full((len(windows), T), self._eos, dtype=np.int64)
-        targets = np.full((len(windows), T), IGNORE, dtype=np.int64)
-        ends = np.full((len(windows), self.most + 1), T, dtype=np.int64)
-        for row, window in enumerate(windows.tolist()):
-            if window < 0:
+        inputs = np.full((len(sequences), T), self._eos, dtype=np.int64)
+        targets = np.full((len(sequences), T), IGNORE, dtype=np.int64)
+        ends = np.full((len(sequences), self.max_documents + 1), T, dtype=np.int64)
+        for row, sequence in enumerate(sequences.tolist()):
+            if sequence < 0:
                 continue
-            first, last = plan.windows[window : window + 2].tolist()
+            first, last = plan.sequences[sequence : sequence + 2].tolist()
             place = 0
-            pieces = zip(plan.starts[first:last].tolist(), plan.lengths[first:last].tolist(), strict=True)
-            for number, (start, length) in enumerate(pieces):
+            segments = zip(plan.starts[first:last].tolist(), plan.lengths[first:last].tolist(), strict=True)
+            for number, (start, length) in enumerate(segments):
                 ids = tokens[max(start - 1, 0) : start + length]
-                # nothing stands before the first document of all: EOS, as before every other one
+                # The first document of the stream has no token before it: its first input stays EOS.
                 inputs[row, place + length - (len(ids) - 1) : place + length] = ids[:-1]
                 targets[row, place : place + length] = ids[-length:]
                 place += length

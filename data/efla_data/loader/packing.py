@@ -1,19 +1,19 @@
-"""Which documents stand together in a window when whole documents are packed, worked out once per corpus and kept.
+"""Which documents share a sequence when whole documents are packed. Computed once per corpus and kept on disk.
 
 A document of L ids x_0 .. x_{L-1} (the last one EOS) gives n positions, each with its target:
 
     with BOS (x_0 = BOS)   inputs x_0 .. x_{L-2}          targets x_1 .. x_{L-1}     n = L - 1
     without BOS            inputs EOS, x_0 .. x_{L-2}     targets x_0 .. x_{L-1}     n = L
 
-so a document opens as evaluation opens a text: with its BOS, else after EOS, which stands before it in the stream too.
-n // T pieces of T positions fill a window each. The n mod T positions that are left are packed greedily, longest first:
-a window takes the longest piece that is left, then again and again the longest that still fits, up to a number of
-pieces. That is best-fit decreasing, computed on the counts of lengths, in blocks of documents: its cost does not grow
-with their number, nor does memory.
+So a document starts as evaluation starts a text: with its BOS, else after EOS, which precedes it in the stream too.
+n // T segments of T positions fill a sequence each. The remaining n mod T positions are packed by best-fit decreasing:
+a sequence takes the longest unused segment, then again and again the longest one that still fits, up to a number of
+segments. This runs on the counts of lengths, in blocks of documents: neither its cost nor its memory grows with the
+number of documents in the corpus.
 
-    FOLDER/packing/SPLIT-T-MOST/windows.bin   first piece of each window, and the number of pieces; uint64 [W + 1]
-    FOLDER/packing/SPLIT-T-MOST/starts.bin    place in the stream of a piece's first target; uint64 [P]
-    FOLDER/packing/SPLIT-T-MOST/lengths.bin   positions of a piece; uint32 [P]
+    FOLDER/packing/SPLIT-T-MOST/windows.bin   first segment of each sequence, and the number of segments; uint64 [W + 1]
+    FOLDER/packing/SPLIT-T-MOST/starts.bin    place in the stream of a segment's first target; uint64 [P]
+    FOLDER/packing/SPLIT-T-MOST/lengths.bin   positions of a segment; uint32 [P]
     FOLDER/packing/SPLIT-T-MOST/plan.json     version, fingerprint of the token files, sizes
 """
 
@@ -34,14 +34,14 @@ import numpy as np
 
 from efla_data.loader.token_file import TokenFile
 
-VERSION = 1  # of the choice of windows: another version gives other batches
-BLOCK_DOCUMENTS = 1 << 17  # packed at a time
+VERSION = 1  # of the algorithm: another version gives other batches
+BLOCK_DOCUMENTS = 1 << 17  # documents that are packed together
 FILES: dict[str, np.dtype] = {"windows": np.dtype("<u8"), "starts": np.dtype("<u8"), "lengths": np.dtype("<u4")}
 
 
 @dataclass(frozen=True)
 class PlanInfo:
-    """`plan.json`. positions: those with a target, over all windows."""
+    """The content of `plan.json`. `windows` counts sequences, `pieces` segments, `positions` those with a target."""
 
     version: int
     fingerprint: str
@@ -57,15 +57,15 @@ class Plan:
     """Memory maps of the three files."""
 
     info: PlanInfo
-    windows: np.ndarray
+    sequences: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
 
 
 def open_plan(token_file: TokenFile, context: int, most: int) -> Plan:
-    """The plan kept beside the token files, made now if there is none of this version and content.
+    """Open the plan kept beside the token files; build it first if none of this version and content exists.
 
-    Where the folder cannot be written it is made in a temporary place for this process alone.
+    If the folder cannot be written, each process builds the plan in a temporary folder of its own.
     """
     folder = token_file.folder / "packing" / f"{token_file.split}-{context}-{most}"
     plan = _load(folder, token_file.fingerprint)
@@ -77,13 +77,13 @@ def open_plan(token_file: TokenFile, context: int, most: int) -> Plan:
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        return _build_apart(token_file, context, most)
+        return _build_temporary(token_file, context, most)
     try:
         _build(token_file, context, most, temporary)
         shutil.rmtree(folder, ignore_errors=True)
         try:
             os.rename(temporary, folder)
-        except OSError:  # another process was faster: its plan is the same
+        except OSError:  # another process finished first; its plan is the same
             if _load(folder, token_file.fingerprint) is None:
                 raise
     finally:
@@ -93,7 +93,7 @@ def open_plan(token_file: TokenFile, context: int, most: int) -> Plan:
     return plan
 
 
-def _build_apart(token_file: TokenFile, context: int, most: int) -> Plan:
+def _build_temporary(token_file: TokenFile, context: int, most: int) -> Plan:
     with tempfile.TemporaryDirectory() as temporary:
         _build(token_file, context, most, Path(temporary))
         plan = _load(Path(temporary), token_file.fingerprint)
@@ -117,64 +117,65 @@ def _load(folder: Path, fingerprint: str) -> Plan | None:
         name: np.memmap(folder / f"{name}.bin", dtype=dtype, mode="r") if counts[name] else np.empty(0, dtype)
         for name, dtype in FILES.items()
     }
-    return Plan(info, **maps)
+    return Plan(info, *(maps[name] for name in FILES))
 
 
 def _build(token_file: TokenFile, context: int, most: int, folder: Path) -> None:
-    """Write the plan's files, the JSON last."""
-    windows = pieces = positions = 0
+    """Write the plan's files, `plan.json` last."""
+    sequences = segments = positions = 0
     handles = {name: open(folder / f"{name}.bin", "wb") for name in FILES}  # noqa: SIM115 (closed below)
     try:
         for block in _blocks(token_file):
-            for starts, lengths, per_window in _windows_of(*block, context, most):
-                first = pieces + per_window * np.arange(len(starts) // per_window)
+            for starts, lengths, per_sequence in _fill_sequences(*block, context, most):
+                first = segments + per_sequence * np.arange(len(starts) // per_sequence)
                 for name, values in (("windows", first), ("starts", starts), ("lengths", lengths)):
                     handles[name].write(values.astype(FILES[name]).tobytes())
-                windows, pieces, positions = windows + len(first), pieces + len(starts), positions + int(lengths.sum())
-        handles["windows"].write(np.array([pieces], dtype=FILES["windows"]).tobytes())
+                sequences, segments = sequences + len(first), segments + len(starts)
+                positions += int(lengths.sum())
+        handles["windows"].write(np.array([segments], dtype=FILES["windows"]).tobytes())
     finally:
         for handle in handles.values():
             handle.close()
-    info = PlanInfo(VERSION, token_file.fingerprint, context, most, windows, pieces, positions)
+    info = PlanInfo(VERSION, token_file.fingerprint, context, most, sequences, segments, positions)
     (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(info)) + "\n", encoding="utf-8")
 
 
 def _blocks(token_file: TokenFile) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(place of the first target, positions) of some documents at a time, int64."""
+    """Yield (place of the first target, number of positions) of a block of documents, int64."""
     opening = int(token_file.manifest.tokenizer.add_bos)  # BOS is no target
     before = 0
     for first in range(0, token_file.num_documents, BLOCK_DOCUMENTS):
         ends = token_file.document_ends[first : first + BLOCK_DOCUMENTS].astype(np.int64)
         starts = np.concatenate([[before], ends[:-1]]) + opening
         before = int(ends[-1])
-        some = ends > starts
-        yield starts[some], (ends - starts)[some]
+        used = ends > starts
+        yield starts[used], (ends - starts)[used]
 
 
-def _windows_of(
+def _fill_sequences(
     starts: np.ndarray, sizes: np.ndarray, T: int, most: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """(starts, lengths, pieces per window) of runs of windows that have the same number of pieces."""
+    """Yield (starts, lengths, segments per sequence) for groups of sequences with the same number of segments."""
     full = sizes // T
     if full.any():
-        nth = np.arange(full.sum()) - np.repeat(np.cumsum(full) - full, full)  # 0, 1, .. within each document
+        nth = np.arange(full.sum()) - np.repeat(np.cumsum(full) - full, full)  # 0, 1, ... within each document
         yield np.repeat(starts, full) + T * nth, np.full(len(nth), T), 1
-    left = sizes % T
-    some = left > 0
-    starts, left = (starts + full * T)[some], left[some]
-    by_length = starts[np.argsort(left, kind="stable")]
-    counts = np.bincount(left, minlength=T + 1)
-    taken = (np.cumsum(counts) - counts).tolist()  # where the unused pieces of each length begin in `by_length`
+    rest = sizes % T
+    used = rest > 0
+    starts, rest = (starts + full * T)[used], rest[used]
+    by_length = starts[np.argsort(rest, kind="stable")]
+    counts = np.bincount(rest, minlength=T + 1)
+    unused = (np.cumsum(counts) - counts).tolist()  # where the unused segments of each length begin in `by_length`
     for pattern, times in _patterns(counts.tolist(), T, most):
         columns = []
         for length in pattern:
-            columns.append(by_length[taken[length] : taken[length] + times])
-            taken[length] += times
+            columns.append(by_length[unused[length] : unused[length] + times])
+            unused[length] += times
         yield np.stack(columns, 1).ravel(), np.tile(pattern, times), len(pattern)
 
 
 def _patterns(counts: list[int], T: int, most: int) -> Iterator[tuple[list[int], int]]:
-    """Lengths that fill one window, and how many windows are filled so, until `counts` (pieces by length) are used."""
+    """Yield (segment lengths of one sequence, number of such sequences) until `counts` (by length) are used up."""
     lengths = [length for length, count in enumerate(counts) if count]
     while lengths:
         pattern: list[int] = []

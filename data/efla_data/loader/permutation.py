@@ -1,12 +1,12 @@
-"""A keyed bijection of 0..size-1 that is computed, not stored: the order of windows in an epoch.
+"""A keyed bijection of 0..size-1, computed and not stored: the order of sequences in an epoch.
 
 A value x < a b, with a = ceil(sqrt(size)) and b = ceil(size / a), is a pair l = x // b, r = x mod b. A generalised
-Feistel network changes one of them at a time by a function of the other, which can be undone whatever that function is:
+Feistel network changes one of the two at a time by a function of the other. Each round is invertible for any function:
 
     l <- (l + F_i(r)) mod a   for even i,     r <- (r + F_i(l)) mod b   for odd i,     F_i(y) = splitmix64(y + key_i)
 
-with i = 0..7. The few values that land in size..ab-1 (fewer than a of them) are sent through again, which keeps it a
-bijection on 0..size-1. Any position costs the same: seeking is free, and a corpus of any size needs no index in memory.
+with i = 0..7. The few values that land in size..ab-1 (fewer than a of them) go through the network again, which keeps
+the map a bijection on 0..size-1. Every position costs the same, so seeking is free and no index is kept in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROUNDS = 8
 
 
 def round_keys(*labels: int | str) -> np.ndarray:
-    """ROUNDS uint64 keys from the labels (seed, epoch, ...), by hashing, so that neighbouring seeds share nothing."""
+    """ROUNDS uint64 keys hashed from the labels (seed, epoch, ...), so that neighbouring seeds share nothing."""
     digest = hashlib.blake2b(":".join(map(str, labels)).encode(), digest_size=8 * ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8")
 
@@ -41,7 +41,7 @@ def _feistel(values: np.ndarray, a: int, b: int, keys: np.ndarray) -> np.ndarray
     left: np.ndarray = values // ub
     right: np.ndarray = values % ub
     for i, key in enumerate(keys):
-        # The sum is of two reduced terms: an unreduced one could wrap at 2^64 for some values only.
+        # Both terms are reduced before they are added: an unreduced sum could wrap at 2^64.
         if i % 2 == 0:
             left = (left + _splitmix64(right + key) % ua) % ua
         else:
@@ -50,7 +50,7 @@ def _feistel(values: np.ndarray, a: int, b: int, keys: np.ndarray) -> np.ndarray
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:
-    """Finaliser of the splitmix64 generator; uint64 arithmetic wraps by intent."""
+    """Finaliser of the splitmix64 generator. uint64 arithmetic wraps on purpose."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

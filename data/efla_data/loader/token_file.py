@@ -18,7 +18,7 @@ import numpy as np
 
 from efla_data.corpus.manifest import AGAIN, Manifest, Shard, load_manifest
 from efla_data.errors import DataError
-from efla_data.loader.joined import Joined
+from efla_data.loader.concatenated import ConcatenatedArray
 
 INDEX_DTYPE = np.dtype("<u8")
 
@@ -36,13 +36,13 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """One split, open for reading. `tokens` [N], `document_ends` [D]: memory maps, or several shards joined."""
+    """One split, open for reading. `tokens` [N], `document_ends` [D]: memory maps, or concatenated shards."""
 
     folder: Path
     split: str
     manifest: Manifest
-    tokens: np.ndarray | Joined
-    document_ends: np.ndarray | Joined
+    tokens: np.ndarray | ConcatenatedArray
+    document_ends: np.ndarray | ConcatenatedArray
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], split: str = "train", verify: bool = False) -> TokenFile:
@@ -64,8 +64,8 @@ class TokenFile:
         if len(maps) == 1:
             return cls(folder, split, manifest, *maps[0])
         starts = np.cumsum([0, *(shard.tokens for shard in shards)])[:-1]
-        tokens = Joined([tokens for tokens, _ in maps])
-        return cls(folder, split, manifest, tokens, Joined([ends for _, ends in maps], starts.tolist()))
+        tokens = ConcatenatedArray([tokens for tokens, _ in maps])
+        return cls(folder, split, manifest, tokens, ConcatenatedArray([ends for _, ends in maps], starts.tolist()))
 
     @property
     def num_tokens(self) -> int:

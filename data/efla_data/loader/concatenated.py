@@ -1,4 +1,4 @@
-"""Several arrays end to end, read as one: the shards of a split, each a memory map."""
+"""Several arrays read as one: the shards of a split, each a memory map."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 
-class Joined:
-    """`parts` [n_1], [n_2], ... of one dtype as one array [n_1 + n_2 + ...] for reading; nothing is loaded.
+class ConcatenatedArray:
+    """`parts` [n_1], [n_2], ... of one dtype read as one array [n_1 + n_2 + ...]. Nothing is loaded on creation.
 
-    A slice that lies in one part is a view of it, any other a copy. `offsets[i]` is added to the values of part i:
+    A slice inside one part is a view; any other slice is a copy. `offsets[i]` is added to the values of part i, because
     document ends count from the start of their own shard.
     """
 
@@ -26,7 +26,7 @@ class Joined:
         return self.bounds[-1]
 
     def __getitem__(self, key: slice) -> np.ndarray:
-        """Elements start..stop-1 of a slice without a step."""
+        """Elements start..stop-1. ValueError for a slice with a step."""
         start, stop, step = key.indices(len(self))
         if step != 1:
             raise ValueError(f"expected a slice without a step, got {key}")
@@ -45,15 +45,15 @@ class Joined:
         return self[:].tolist()
 
 
-def count_below(rising: np.ndarray | Joined, values: np.ndarray, inclusive: bool) -> np.ndarray:
-    """How many elements of `rising` (all positive) are < or, inclusive, <= each of `values` (int64 [n]); int64 [n]."""
-    if isinstance(rising, Joined):
+def count_below(rising: np.ndarray | ConcatenatedArray, values: np.ndarray, inclusive: bool) -> np.ndarray:
+    """How many elements of `rising` (sorted, positive) are < each of `values` (<= if inclusive); int64 [n]."""
+    if isinstance(rising, ConcatenatedArray):
         parts, offsets = rising.parts, rising.offsets or [0] * len(rising.parts)
     else:
         parts, offsets = [rising], [0]
     counts = np.zeros(len(values), dtype=np.int64)
     for part, offset in zip(parts, offsets, strict=True):
-        # of the same dtype as the elements: a search among other types would copy the whole map
+        # searchsorted copies the whole memory map if the dtypes differ
         wanted = np.maximum(values - offset, 0).astype(part.dtype)
         counts += np.searchsorted(part, wanted, side="right" if inclusive else "left")
     return counts
