@@ -34,7 +34,7 @@ import json, resource, sys, time
 from efla_data.corpus.prepare import prepare
 from efla_data.corpus.recipe import Recipe
 start = time.monotonic()
-manifest = prepare(Recipe(**json.loads(sys.argv[1])), sys.argv[2], processes=1)
+manifest = prepare(Recipe.from_dict(json.loads(sys.argv[1])), sys.argv[2], processes=1)
 used = resource.getrusage(resource.RUSAGE_SELF)
 tokens = sum(split.tokens for split in manifest.splits.values())
 print(json.dumps([used.ru_utime + used.ru_stime, time.monotonic() - start, used.ru_maxrss / 2**20, tokens]))

@@ -15,28 +15,13 @@ from efla_lm.settings import DataSettings, PrepareSettings, entry
 
 
 def make_recipe(data: DataSettings) -> Recipe:
-    """The part of the data settings that decides which ids come out. Raises UserError for a mixture, which is made of
-    token files."""
+    """The recipe of the token files. Raises UserError for a mixture, which is made of token files."""
     if data.mixture:
         raise UserError(
             f"data.mixture={data.mixture} is mixed in training from token files that are there: prepare each folder by "
             "itself, with its own data= and one tokenizer"
         )
-    return Recipe(
-        sources=list(data.sources),
-        tokenizer=data.tokenizer,
-        vocab_size=data.vocab_size,
-        text_field=data.text_field,
-        hub_split=data.split,
-        hub_revision=data.revision,
-        heldout_sources=None if data.heldout_sources is None else list(data.heldout_sources),
-        heldout_fraction=data.heldout_fraction,
-        split_seed=data.split_seed,
-        bos=data.bos,
-        deduplicate=data.deduplicate,
-        max_tokens=data.max_tokens,
-        sample=data.sample,
-    )
+    return data.recipe()
 
 
 class Line:

@@ -1,4 +1,4 @@
-"""What every entry point does around its work: read settings, help, one line for a user's error, an exit code.
+"""The frame of every command: read the settings, print help, report a user's error on one line, return an exit code.
 
     from efla_lm.settings import TrainSettings, entry
 
@@ -11,7 +11,7 @@
         main()                      # reads sys.argv, ends the process with the exit code
         # in a test: main.run(["size=tiny", "train.steps=2"]) -> exit code
 
-The current folder is not changed and no directory is made.
+The frame neither changes the current folder nor makes one.
 """
 
 import argparse
@@ -27,23 +27,15 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from efla_lm.errors import UserError
-from efla_lm.settings.command_line import UsageError, list_groups
-from efla_lm.settings.compose import (
-    CONFIG_DIR,
-    compose_config,
-    get,
-    make_paths_absolute,
-    to_settings,
-    to_yaml,
-    validate,
-)
+from efla_lm.settings.command_line import UsageError
+from efla_lm.settings.compose import CONFIG_DIR, compose_config, get, to_settings, to_yaml, validate
 from efla_lm.settings.fields import list_keys
+from efla_lm.settings.pages import list_groups
 
 Settings = TypeVar("Settings")
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-# A place that cannot be written or read is the user's to mend, and how; other faults of the system show where they came
-# from.
+# How a user mends a place that cannot be read or written. Any other OSError is shown with its traceback.
 BAD_PLACE = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "choose a place that you may use, or change its rights"),
     errno.EROFS: "choose a place that can be written",
@@ -72,9 +64,12 @@ class EntryPoint(Generic[Settings]):
     def run(self, arguments: Sequence[str], program: str | None = None) -> int:
         """Run on a list of arguments; return the exit code.
 
-        0 done, 1 an error that the user can fix, 2 a command line that cannot be meant; any other exception passes.
+        0 done, 1 an error that the user can fix, 2 an invalid command line, 130 interrupted. Other exceptions pass.
         """
         program = program or program_name()
+        if {"-m", "--multirun"} & {*arguments}:
+            print(f"error: {program} takes one value per key and run; start one command for each", file=sys.stderr)
+            return 2
         parser = argparse.ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
         parser.add_argument("-h", "--help", action="store_true")
         parser.add_argument("-c", "--cfg", choices=("job",))
@@ -94,8 +89,7 @@ class EntryPoint(Generic[Settings]):
             if options.cfg and not options.resolve:
                 print(OmegaConf.to_yaml(config), end="", flush=True)
                 return 0
-            settings = to_settings(config, self.settings_class, program=program)
-            make_paths_absolute(settings, Path.cwd())
+            settings = to_settings(config, self.settings_class, Path.cwd())
             if options.cfg:
                 print(to_yaml(settings), end="", flush=True)
                 return 0
@@ -121,7 +115,7 @@ class EntryPoint(Generic[Settings]):
             return 130
 
     def help(self, program: str, config: DictConfig) -> str:
-        """What the command does, its groups, and every key with its value in `config`, its type and its meaning."""
+        """What the command does, its groups, and every key with its value in `config`, its type and its help."""
         groups = list_groups(self.config_dir, self.config_name)
         lines = [f"usage: {program} [group=option ...] [key=value ...]", ""]
         lines += [" ".join((self.work.__doc__ or "").split("\n\n")[0].split()), ""]
@@ -144,10 +138,9 @@ class EntryPoint(Generic[Settings]):
 def entry(
     config_name: str, settings_class: type[Settings], *, config_dir: Path = CONFIG_DIR
 ) -> Callable[[Callable[[Settings], int | None]], EntryPoint[Settings]]:
-    """Make a function of typed settings into a command that reads `conf/CONFIG_NAME.yaml`; the module has an example.
+    """Make a function of typed settings into a command; the module has an example.
 
-    The class is registered as `CONFIG_NAME_schema`; list that first in the config's defaults so that the files are
-    checked as they are merged.
+    A page `conf/CONFIG_NAME.yaml` is needed only for groups, and for values that differ from the class's defaults.
     """
 
     def wrap(work: Callable[[Settings], int | None]) -> EntryPoint[Settings]:
@@ -164,7 +157,7 @@ def _shown(config: DictConfig, name: str) -> str:
         return "required"
     try:
         value = section[leaf]
-    except OmegaConfBaseException:  # a reference that leads nowhere: shown as it was given
+    except OmegaConfBaseException:  # a reference to no key: shown as it was given
         value = OmegaConf.to_container(section, resolve=False)[leaf]  # type: ignore[index, call-overload]
     if isinstance(value, list | ListConfig):
         return f"[{','.join(map(str, value))}]"
@@ -181,7 +174,7 @@ def program_name() -> str:
 
 
 def keys_of(place: str, settings: Any) -> str:
-    """The keys that lead to a file or folder, as `KEY=VALUE`: the nearest above it, else all below it; or nothing."""
+    """The keys behind a file or folder, as `KEY=VALUE`: the nearest folder above it, else all paths below it."""
     above, below = [], []
     for name, info in list_keys(type(settings)).items():
         value = get(settings, name) if info.path is not None else None
@@ -195,10 +188,7 @@ def keys_of(place: str, settings: Any) -> str:
 
 
 def _report(error: BaseException, every_rank: bool, settings: Any = None) -> None:
-    """Print `error: ...` on one line, with the key that leads to a bad place.
-
-    What all ranks see alike is said by rank 0 alone.
-    """
+    """Print `error: ...` on one line, with the key behind a bad place. every_rank: ranks may see different errors."""
     rank = os.environ.get("RANK", "0")
     place = str(error.filename) if isinstance(error, OSError) and error.filename is not None else ""
     keys = keys_of(place, settings) if place and settings is not None else ""

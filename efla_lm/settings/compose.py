@@ -1,23 +1,24 @@
-"""From the files under `conf/` and the command line to one typed settings object with absolute paths."""
+"""From the pages under `conf/` and the command line to one typed settings object with absolute paths."""
 
 import dataclasses
-import difflib
 import math
 import os.path
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from efla_lm.settings.command_line import UsageError, check_overrides, list_groups
-from efla_lm.settings.fields import MISSING, KeyInfo, PathRule, list_keys
+from efla_lm.settings.command_line import UsageError, check_overrides
+from efla_lm.settings.fields import MISSING, KeyInfo, PathRule, list_keys, list_sections
+from efla_lm.settings.hints import near_option
+from efla_lm.settings.pages import check_page, defaults_of, list_groups, read_page
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "conf"
 Settings = TypeVar("Settings")
@@ -31,25 +32,16 @@ def compose(
     config_dir: Path = CONFIG_DIR,
     program: str = "",
 ) -> Settings:
-    """Compose `conf/CONFIG_NAME.yaml` with command line overrides into a `settings_class` instance.
+    """Settings of a command: the class's defaults, its page `conf/CONFIG_NAME.yaml` if it has one, the overrides.
 
-    Paths in it are absolute (against the current folder), references are resolved, nothing mandatory is missing and
-    every value is one of its key's choices; UsageError with one line otherwise. Then the class's own `validate()` runs,
-    which raises UserError.
+    Paths are absolute (against the current folder), references are resolved, and every value is one of its key's
+    choices. UsageError, in one line, for what is wrong with a page or an override; UserError from the checks of values.
     """
     program = program or f"{config_name}.py"
     config = compose_config(config_name, overrides, settings_class, config_dir=config_dir, program=program)
-    settings = to_settings(config, settings_class, program=program)
-    make_paths_absolute(settings, Path.cwd())
+    settings = to_settings(config, settings_class, Path.cwd())
     validate(settings)
     return settings
-
-
-def validate(settings: Any) -> None:
-    """Call the settings' own `validate()`, where its class has one. Raises UserError."""
-    check = getattr(settings, "validate", None)
-    if check is not None:
-        check()
 
 
 def compose_config(
@@ -60,27 +52,33 @@ def compose_config(
     config_dir: Path = CONFIG_DIR,
     program: str = "",
 ) -> DictConfig:
-    """The composed config before references are resolved, typed by the class. Raises UsageError with one line."""
-    if not (config_dir / f"{config_name}.yaml").is_file():
-        raise FileNotFoundError(f"{config_dir / config_name}.yaml: the main config of this command is missing")
-    command = check_overrides(overrides, settings_class, list_groups(config_dir, config_name), program)
-    ConfigStore.instance().store(name=f"{config_name}_schema", node=settings_class)
-    GlobalHydra.instance().clear()
+    """The composed config, typed by the class, before references are resolved. UsageError with one line."""
+    keys, groups = list_keys(settings_class), list_groups(config_dir, config_name)
+    command = check_overrides(overrides, settings_class, groups, program)
+    page = config_dir / f"{config_name}.yaml"
+    if page.is_file():
+        check_page(page, "", keys, groups)
+    for group, option in (defaults_of(read_page(page)) | command.groups).items():
+        for name in (option or "").strip("[]").split(","):
+            if (config_dir / group / f"{name}.yaml").is_file():
+                check_page(config_dir / group / f"{name}.yaml", group, keys, groups)
     try:
-        with initialize_config_dir(str(config_dir), version_base="1.3"):
-            config = hydra_compose(config_name, overrides=command.groups)
-        # Merged onto the class once more, so that a main config without the schema in its defaults is typed as well.
-        typed = OmegaConf.merge(OmegaConf.structured(settings_class), config)
+        typed = OmegaConf.structured(settings_class)
+        if page.is_file():
+            GlobalHydra.instance().clear()
+            with initialize_config_dir(str(config_dir), version_base="1.3"):
+                choices = [f"{group}={option}" for group, option in command.groups.items()]
+                typed = OmegaConf.merge(typed, hydra_compose(config_name, overrides=choices))
         for name, value in command.values.items():  # names are checked; force_add serves free keys of mappings
             OmegaConf.update(typed, name, value, merge=False, force_add=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UsageError(_one_line(error, list_keys(settings_class))) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise UsageError(_one_line(error, keys)) from error
     assert isinstance(typed, DictConfig)
     return typed
 
 
-def to_settings(config: DictConfig, settings_class: type[Settings], *, program: str = "") -> Settings:
-    """Resolve references and check what can be checked key by key. Raises UsageError with one line."""
+def to_settings(config: DictConfig, settings_class: type[Settings], folder: Path | None = None) -> Settings:
+    """Resolve references, check values key by key, make paths absolute against `folder`. UsageError with one line."""
     keys = list_keys(settings_class)
     try:
         missing = OmegaConf.missing_keys(config)
@@ -95,13 +93,23 @@ def to_settings(config: DictConfig, settings_class: type[Settings], *, program: 
     for name, info in keys.items():
         value = get(settings, name)
         if info.choices and value is not None and value not in info.choices:
-            near = difflib.get_close_matches(str(value), info.choices, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}? " if near else ""
+            near = near_option(str(value), info.choices)
+            hint = f"did you mean {near}? " if near else ""
             raise UsageError(f"{name}: got {value!r}, {hint}expected one of {', '.join(info.choices)}")
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, float) and not math.isfinite(number):  # NaN passes every comparison of ranges
                 raise UsageError(f"{name}: got {number}, expected a finite number")
+        if info.path is not None and value is not None and folder is not None:
+            head, _, leaf = name.rpartition(".")
+            setattr(get(settings, head) if head else settings, leaf, _absolute(value, info.path, folder))
     return settings
+
+
+def validate(settings: Any) -> None:
+    """Call `validate()` of every section that has one, then of the whole. Raises UserError."""
+    for part in [*(get(settings, name) for name in list_sections(type(settings))), settings]:
+        if hasattr(part, "validate"):
+            part.validate()
 
 
 def get(settings: Any, name: str) -> Any:
@@ -111,28 +119,16 @@ def get(settings: Any, name: str) -> Any:
     return settings
 
 
-def make_paths_absolute(settings: Any, base: Path) -> None:
-    """Replace every path in a settings object by an absolute one, in place. Runs once, while the object is made."""
-    for name, info in list_keys(type(settings)).items():
-        if info.path is None:
-            continue
-        head, _, leaf = name.rpartition(".")
-        section = get(settings, head) if head else settings
-        value = getattr(section, leaf)
-        if isinstance(value, list):
-            setattr(section, leaf, [_absolute(item, info.path, base) for item in value])
-        elif isinstance(value, str):
-            setattr(section, leaf, _absolute(value, info.path, base))
-
-
-def _absolute(value: str, rule: PathRule, base: Path) -> str:
+def _absolute(value: Any, rule: PathRule, folder: Path) -> Any:
+    """A path, or each of a list, against `folder`. Links stay as the user named them; globs stay globs."""
+    if isinstance(value, list):
+        return [_absolute(item, rule, folder) for item in value]
     if value in rule.words or value.startswith(rule.prefixes) or value == MISSING:
         return value
-    path = Path(value).expanduser()
-    if rule.existing and not (base / path).exists() and not value.startswith(("/", "~", ".")):
+    path = folder / Path(value).expanduser()
+    if rule.existing and not path.exists() and not value.startswith(("/", "~", ".")):
         return value
-    # normpath of a join, not resolve(): links stay as the user named them, and globs are left alone.
-    return os.path.normpath(base / path)
+    return os.path.normpath(path)
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
@@ -148,18 +144,18 @@ def to_dict(settings: Any) -> dict[str, Any]:
 
 
 def to_yaml(settings: Any) -> str:
-    """The resolved settings as YAML, in the order of declaration: what `runs/NAME/config.yaml` holds."""
+    """The resolved settings as YAML, in the order of declaration: the content of `runs/NAME/config.yaml`."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(settings)))
 
 
 def load_settings(path: str | Path, settings_class: type[Settings]) -> Settings:
-    """Read back a dumped config. Raises UsageError when it does not fit the class (another version wrote it)."""
+    """Read back a dumped config. UsageError when it does not fit the class (another version wrote it)."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such config")
     try:
         config = OmegaConf.merge(OmegaConf.structured(settings_class), OmegaConf.load(path))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: {_one_line(error, list_keys(settings_class))}") from error
     assert isinstance(config, DictConfig)
     return to_settings(config, settings_class)
@@ -169,6 +165,8 @@ def _one_line(error: BaseException, keys: dict[str, KeyInfo]) -> str:
     """The innermost reason of a composition error, with its key, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, yaml.YAMLError):
+        return " ".join(str(error).split())
     name = getattr(error, "full_key", None) or ""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if name in keys and "could not be converted" in reason:

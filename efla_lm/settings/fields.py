@@ -1,7 +1,6 @@
-"""How a settings key is declared, and how all keys of a settings class are listed.
+"""All keys of a settings class: the table behind `--help`, the check of the command line, of values and of paths.
 
-A key is a dataclass field with a default and one line of help; both live here and nowhere else, so that `--help`, the
-check of the command line, the check of values and the conversion of paths read the same table.
+`efla_data.fields.key` declares a key beside its field; this module lists them.
 """
 
 import dataclasses
@@ -10,45 +9,9 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-MISSING = "???"  # OmegaConf's mark for a value that must be given
+from efla_data.fields import MISSING, PATH, PATH_OR_HUB, PathRule, key
 
-
-@dataclass(frozen=True)
-class PathRule:
-    """Which values of a key are file paths, to be made absolute against the folder the command was started in.
-
-    words: values that are not paths (`auto`, `never`); prefixes: values that begin so are not paths (`hub:NAME`).
-    existing: only what exists on disk, or plainly looks like a path, counts (a tokenizer may also be a hub name).
-    """
-
-    words: tuple[str, ...] = ()
-    prefixes: tuple[str, ...] = ()
-    existing: bool = False
-
-
-PATH = PathRule()
-PATH_OR_HUB = PathRule(existing=True)
-
-
-def key(
-    default: Any = MISSING,
-    help: str = "",
-    *,
-    choices: tuple[str, ...] = (),
-    path: PathRule | None = None,
-    instead_of: str | None = None,
-) -> Any:
-    """Declare one settings key.
-
-    default: a value, a `"${other.key}"` reference, or MISSING (the user must give it); lists are copied per instance.
-    choices: the only values allowed. path: the value is a path (see `PathRule`).
-    instead_of: the sibling key that says the same thing in another unit; giving one of the two on the command line
-    sets the other to null (unless that one is on the command line too).
-    """
-    metadata = {"help": help, "choices": choices, "path": path, "instead_of": instead_of}
-    if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+__all__ = ["MISSING", "PATH", "PATH_OR_HUB", "KeyInfo", "PathRule", "key", "list_keys", "list_sections"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +25,7 @@ class KeyInfo:
     choices: tuple[str, ...]
     path: PathRule | None
     instead_of: str | None
+    also_called: tuple[str, ...]
 
     @property
     def type_name(self) -> str:
@@ -99,6 +63,7 @@ def list_keys(settings_class: type, prefix: str = "") -> dict[str, KeyInfo]:
             choices=meta.get("choices", ()),
             path=meta.get("path"),
             instead_of=meta.get("instead_of"),
+            also_called=meta.get("also_called", ()),
         )
     return table
 

@@ -1,19 +1,20 @@
-"""Every setting of training and data preparation, typed, with its default and a line of help.
+"""Every setting of training, typed, with its default, a line of help and the checks of its values.
 
-The dataclasses own the defaults; a YAML file under `conf/` holds only what differs from them. Units are in the help
-text: a token is a position, an update is one optimiser step, a rate is per update. [paper] marks values of arXiv
-2512.12602v4, table of language-model settings, that are the same for every size; those of a size are in `conf/size/`.
+The dataclasses own the defaults; a YAML file under `conf/` holds only what differs from them. A token is a position, an
+update is one optimiser step. [paper] marks values of arXiv 2512.12602v4, table of language-model settings, that are the
+same for every size; `conf/size/` has those of a size. `validate` of each class raises UserError; it changes nothing.
 """
 
 # ruff: noqa: RUF009  (`key` returns a dataclasses.field)
 
 from dataclasses import dataclass, field
 
-from efla_lm.models.rules import RULES
-from efla_lm.settings.fields import MISSING, PATH, PathRule, key
+from efla_data.fields import MISSING, PATH, PathRule, key
 
-SOURCE = PathRule(prefixes=("hub:", "builtin:"))
-TOKENIZER = PathRule(words=("train",), existing=True)
+from efla_lm.errors import UserError
+from efla_lm.models.rules import RULES
+from efla_lm.settings.data import DataSettings
+from efla_lm.settings.expect import exactly_one, positive
 
 
 @dataclass
@@ -69,71 +70,49 @@ class ModelSettings:
 
 
 @dataclass
-class DataSettings:
-    """One corpus: where its text comes from, how it is tokenised, where its token files lie, how they are read."""
-
-    name: str = key("pydoc", "name of the corpus")
-    dir: str = key("data/tokens/${data.name}", "folder of the token files", path=PATH)
-    sources: list[str] = key([], "files, globs, folders, hub:NAME[:CONFIG], or builtin:pydoc", path=SOURCE)
-    split: str = key("train", "split of a hub source")
-    revision: str | None = key(None, "commit of a hub source; null: its newest")
-    text_field: str = key("text", "field of a JSON or parquet row that holds the document")
-    max_tokens: int | None = key(None, "training tokens to keep; null: everything")
-    sample: str = key(
-        "head",
-        "what data.max_tokens keeps: the corpus's head, or documents chosen by their hash from all of it",
-        choices=("head", "documents"),
-    )
-    deduplicate: bool = key(False, "leave out documents whose text came before, training text that is held out too")
-    heldout_sources: list[str] | None = key(
-        None, "held-out text, in the form of data.sources", path=SOURCE, instead_of="heldout_fraction"
-    )
-    heldout_fraction: float | None = key(
-        0.01, "share of documents held out, chosen by their hash; 0: none", instead_of="heldout_sources"
-    )
-    split_seed: int = key(42, "seed of the held-out choice and of data.sample=documents")
-    tokenizer: str = key(
-        "train", "folder, file or hub name of a tokenizer; `train`: a BPE on the corpus", path=TOKENIZER
-    )
-    vocab_size: int = key(2048, "vocabulary of a BPE trained here (data.tokenizer=train)")
-    bos: bool = key(False, "put BOS at the start of each document (EOS always ends it)")
-    context: int = key(2048, "positions of one training window")
-    packing: str = key(
-        "stream",
-        "stream: windows of the concatenated stream [paper]; documents: whole documents, each from an empty state",
-        choices=("stream", "documents"),
-    )
-    max_documents: int | None = key(
-        None, "documents per window (data.packing=documents); null: one per 64 positions, at least 8"
-    )
-    mixture: list[str] = key([], "folders of token files to mix for training; empty: data.dir alone", path=PATH)
-    weights: list[float] = key([], "share of each folder of data.mixture in the windows, in any unit")
-    mask_boundaries: bool = key(
-        False, "leave out the loss of the position that predicts the next document's first token"
-    )
-    verify: bool = key(False, "check the SHA-256 of the token files before use")
-
-
-@dataclass
 class LoopSettings:
     """The training loop. A token is a position; a global batch is what one update sees over all devices."""
 
-    tokens: int | None = key("${size.tokens}", "length of training, rounded up to whole updates", instead_of="steps")
-    steps: int | None = key(None, "length of training in updates", instead_of="tokens")
-    batch_tokens: int = key("${size.batch_tokens}", "tokens of a global batch, a multiple of data.context")
+    tokens: int | None = key(
+        "${size.tokens}",
+        "length of training, rounded up to whole updates",
+        instead_of="steps",
+        also_called=("epochs", "num_epochs", "num_train_epochs", "max_epochs", "total_tokens"),
+    )
+    steps: int | None = key(
+        None,
+        "length of training in updates",
+        instead_of="tokens",
+        also_called=("max_steps", "num_steps", "total_steps", "max_iters", "iterations", "updates"),
+    )
+    batch_tokens: int = key(
+        "${size.batch_tokens}",
+        "tokens of a global batch, a multiple of data.context",
+        also_called=("batch_size", "global_batch_size", "batch", "total_batch_size"),
+    )
     micro_tokens: int | None = key(
         "${size.micro_tokens}",
         "most tokens a device takes at once; the largest even cut is used",
         instead_of="micro_batch",
     )
-    micro_batch: int | None = key(None, "windows a device takes at once", instead_of="micro_tokens")
-    precision: str = key("${size.precision}", "compute type; weights and optimiser stay fp32", choices=("fp32", "bf16"))
+    micro_batch: int | None = key(
+        None,
+        "sequences a device takes at once",
+        instead_of="micro_tokens",
+        also_called=("micro_batch_size", "per_device_train_batch_size", "device_batch_size"),
+    )
+    precision: str = key(
+        "${size.precision}",
+        "compute type; weights and optimiser stay fp32",
+        choices=("fp32", "bf16"),
+        also_called=("dtype", "mixed_precision", "bf16"),
+    )
     compile: bool | None = key(
         None, "compile the blocks (torch.compile); null: on a GPU, but not packed documents by the torch backend"
     )
     activation_checkpointing: str = key(
         "auto",
-        "selective: the backward pass computes all but products and mixer ops again; products: mixer ops too; full: "
+        "selective: the backward pass recomputes all but matmuls and mixer ops; products: mixer ops too; full: "
         "whole blocks; auto: selective in compiled blocks, else none",
         choices=("auto", "none", "selective", "products", "full"),
     )
@@ -142,16 +121,35 @@ class LoopSettings:
         "replay forward and backward as CUDA graphs; auto: on one GPU, and with parallel=ddp on one machine",
         choices=("auto", "on", "off"),
     )
-    clip_norm: float | None = key(1.0, "largest global gradient norm [paper]; null: no clipping")
+    clip_norm: float | None = key(
+        1.0,
+        "largest global gradient norm [paper]; null: no clipping",
+        also_called=("grad_clip", "max_grad_norm", "clip", "gradient_clipping"),
+    )
     log_every: int = key(10, "updates between rows of metrics.jsonl")
-    validate_every: int | None = key(100, "updates between validations; null: only at the end")
-    validate_batches: int | None = key(None, "global batches per validation; null: all held-out windows")
-    save_every: int | None = key(100, "updates between checkpoints; null: only at the end")
+    validate_every: int | None = key(
+        100, "updates between validations; null: only at the end", also_called=("eval_interval", "eval_every")
+    )
+    validate_batches: int | None = key(None, "global batches per validation; null: all held-out text")
+    save_every: int | None = key(
+        100, "updates between checkpoints; null: only at the end", also_called=("save_interval", "checkpoint_every")
+    )
     keep_checkpoints: int | None = key(2, "newest checkpoints kept; null: all")
-    stop_at: int | None = key(None, "save and leave after this update; the schedule is unchanged")
+    stop_at: int | None = key(None, "save and end after this update; the schedule is unchanged")
     max_skipped_steps: int = key(10, "non-finite updates in a row before the run gives up")
     device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
-    log_batches: bool = key(False, "record the window ids of every update in batches.jsonl")
+    log_batches: bool = key(False, "record the sequence ids of every update in batches.jsonl")
+
+    def validate(self) -> None:
+        """Check lengths, batch and intervals."""
+        exactly_one("train", self, "tokens", "steps")
+        exactly_one("train", self, "micro_tokens", "micro_batch")
+        positive(
+            "train.", self, "tokens", "steps", "batch_tokens", "micro_tokens", "micro_batch", "log_every",
+            "validate_every", "validate_batches", "save_every", "keep_checkpoints", "stop_at", "max_skipped_steps",
+        )  # fmt: skip
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise UserError(f"train.clip_norm: got {self.clip_norm}, expected more than 0 (null: no clipping)")
 
 
 @dataclass
@@ -160,7 +158,16 @@ class OptimSettings:
 
     betas: list[float] = key([0.9, 0.95], "decay of the first and second moment")
     eps: float = key(1e-8, "added to the root of the second moment")
-    weight_decay: float = key(0.1, "decoupled decay of matrices [paper]")
+    weight_decay: float = key(0.1, "decoupled decay of matrices [paper]", also_called=("wd",))
+
+    def validate(self) -> None:
+        """Check the ranges of AdamW's constants."""
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"optim.betas: got {self.betas}, expected two numbers from 0 to below 1, e.g. [0.9,0.95]")
+        if self.eps <= 0:
+            raise UserError(f"optim.eps: got {self.eps}, expected more than 0, e.g. 1e-8")
+        if self.weight_decay < 0:
+            raise UserError(f"optim.weight_decay: got {self.weight_decay}, expected 0 or more")
 
 
 @dataclass
@@ -168,12 +175,42 @@ class ScheduleSettings:
     """Learning rate: linear from `initial` to `peak`, then by `kind` (see `efla_lm.training.schedule`)."""
 
     kind: str = key("cosine", "shape after the warm-up", choices=("cosine", "wsd", "constant"))
-    peak: float = key(3e-4, "rate at the end of the warm-up [paper]")
+    peak: float = key(
+        3e-4, "rate at the end of the warm-up [paper]", also_called=("lr", "learning_rate", "max_lr", "peak_lr")
+    )
     initial: float = key(3e-5, "rate of update 0 [paper]")
-    final: float | None = key(3e-5, "rate of the last update [paper]; null for constant")
-    warmup_updates: int | None = key("${size.warmup_updates}", "length of the warm-up", instead_of="warmup_tokens")
+    final: float | None = key(
+        3e-5, "rate of the last update [paper]; null for constant", also_called=("min_lr", "final_lr", "lr_min")
+    )
+    warmup_updates: int | None = key(
+        "${size.warmup_updates}",
+        "length of the warm-up",
+        instead_of="warmup_tokens",
+        also_called=("warmup", "warmup_steps", "num_warmup_steps", "warmup_iters"),
+    )
     warmup_tokens: int | None = key(None, "length of the warm-up in tokens", instead_of="warmup_updates")
     decay_fraction: float | None = key(None, "share of all tokens in the final decay (wsd only)")
+
+    def validate(self) -> None:
+        """Check rates, and keys that belong to one kind only."""
+        exactly_one("schedule", self, "warmup_updates", "warmup_tokens")
+        for name in ("warmup_updates", "warmup_tokens", "initial", "final"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise UserError(f"schedule.{name}: got {value}, expected 0 or more")
+        if self.peak <= 0:
+            raise UserError(f"schedule.peak: got {self.peak}, expected a learning rate above 0, e.g. 3e-4")
+        for name, kinds in (("final", ("cosine", "wsd")), ("decay_fraction", ("wsd",))):
+            value = getattr(self, name)
+            if self.kind in kinds and value is None:
+                raise UserError(f"schedule.{name}: got null, expected a number for schedule.kind={self.kind}")
+            if self.kind not in kinds and value is not None:
+                raise UserError(
+                    f"schedule.{name}: got {value}, but schedule.kind={self.kind} has no such value; "
+                    f"set schedule.{name}=null"
+                )
+        if self.decay_fraction is not None and not 0 < self.decay_fraction <= 1:
+            raise UserError(f"schedule.decay_fraction: got {self.decay_fraction}, expected above 0 and at most 1")
 
 
 @dataclass
@@ -185,7 +222,7 @@ class ParallelSettings:
         "auto: single for one process, else fsdp",
         choices=("auto", "single", "ddp", "fsdp", "hsdp"),
     )
-    replicate: int | None = key(None, "groups that hold a full copy (hsdp); null: what data.shard leaves")
+    replicate: int | None = key(None, "groups that hold a full copy (hsdp); null: what parallel.shard leaves")
     shard: int | None = key(None, "devices that share one copy (hsdp); null: the devices of one node")
     overlap: bool = key(
         True,
@@ -193,6 +230,19 @@ class ParallelSettings:
         "elsewhere false is an error",
     )
     world_size: int | None = key(None, "processes expected; another number is an error. null: as launched")
+
+    def validate(self) -> None:
+        """Check keys that belong to one mode only."""
+        positive("parallel.", self, "replicate", "shard", "world_size")
+        for name in ("replicate", "shard"):
+            value = getattr(self, name)
+            if value is not None and self.mode != "hsdp":
+                raise UserError(
+                    f"parallel.{name}: got {value} with parallel.mode={self.mode}, which sets its own mesh; "
+                    f"use parallel=hsdp, or parallel.{name}=null"
+                )
+        if self.mode == "single" and self.world_size not in (None, 1):
+            raise UserError(f"parallel.world_size: got {self.world_size} with parallel.mode=single; use ddp or fsdp")
 
 
 @dataclass
@@ -203,6 +253,15 @@ class LiveEvalSettings:
     tasks: list[str] = key([], "lm-eval tasks; `heldout` is the held-out text of the token files")
     local_dir: str | None = key(None, "folder of local copies (see conf/tasks/paper.yaml); null: the hub", path=PATH)
     limit: int | None = key(None, "first documents of each task only; null: all")
+
+    def validate(self) -> None:
+        """Check that an interval and tasks are given together."""
+        positive("eval.", self, "every", "limit")
+        if (self.every is None) != (not self.tasks):
+            raise UserError(
+                f"eval.every={self.every} with eval.tasks={self.tasks}: give both, e.g. eval.every=1000 "
+                "eval.tasks=[lambada_openai,hellaswag], or neither"
+            )
 
 
 @dataclass
@@ -239,25 +298,24 @@ class TrainSettings:
     logger: LoggerSettings = field(default_factory=LoggerSettings)
 
     def validate(self) -> None:
-        """Check values against each other; raises UserError. Called once by `compose` and `entry`."""
-        from efla_lm.settings.checks import check_train
-
-        check_train(self)
-
-
-@dataclass
-class PrepareSettings:
-    """All of `python -m scripts.prepare`: the data section as training has it, and how to work."""
-
-    overwrite: bool = key(False, "replace token files that were made from something else")
-    processes: int | None = key(None, "worker processes; null: one per core. The result does not depend on it")
-    data: DataSettings = field(default_factory=DataSettings)
-
-    def validate(self) -> None:
-        """Check values against each other; raises UserError. Called once by `compose` and `entry`."""
-        from efla_lm.settings.checks import check_prepare
-
-        check_prepare(self)
+        """Check what does not belong to one section alone."""
+        name = self.name
+        if name is not None and (not name.strip("/. ") or name.startswith("/") or ".." in name.split("/")):
+            raise UserError(f"name: got {name!r}, expected a folder name under runs_dir={self.runs_dir}")
+        if not 0 <= self.seed < 1 << 63:
+            raise UserError(f"seed: got {self.seed}, expected 0 or more, below 2^63")
+        positive("", self, "profile")
+        context, batch, micro = self.data.context, self.train.batch_tokens, self.train.micro_tokens
+        if batch % context:
+            nearest = max(context, round(batch / context) * context)
+            raise UserError(
+                f"train.batch_tokens: got {batch}, expected a multiple of data.context={context}; "
+                f"the nearest is {nearest}"
+            )
+        if micro is not None and micro < context:
+            raise UserError(
+                f"train.micro_tokens: got {micro}, expected at least one sequence of data.context={context}"
+            )
 
 
 @dataclass

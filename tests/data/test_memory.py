@@ -18,7 +18,7 @@ import json, resource, sys
 import efla_data.corpus.prepare
 from efla_data.corpus.recipe import Recipe
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-efla_data.corpus.prepare.prepare(Recipe(**json.loads(sys.argv[1])), sys.argv[2], processes=1)
+efla_data.corpus.prepare.prepare(Recipe.from_dict(json.loads(sys.argv[1])), sys.argv[2], processes=1)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 

@@ -45,18 +45,18 @@ def test_documents_keep_their_order_and_the_split_is_by_document(corpus: Recipe,
 def test_held_out_choice_follows_text_and_seed_not_place(corpus: Recipe, tmp_path: Path) -> None:
     prepare(corpus, tmp_path / "a", processes=1)
     folder = Path(corpus.sources[0])
-    reverse = Recipe(
-        **{**corpus.to_dict(), "sources": [str(folder / f"{n}.jsonl{'.gz' * (n == 3)}") for n in (3, 2, 1, 0)]}
+    reverse = Recipe.from_dict(
+        {**corpus.to_dict(), "sources": [str(folder / f"{n}.jsonl{'.gz' * (n == 3)}") for n in (3, 2, 1, 0)]}
     )
     prepare(reverse, tmp_path / "b", processes=1)
     assert sorted(documents(tmp_path / "a", "heldout")) == sorted(documents(tmp_path / "b", "heldout"))
-    prepare(Recipe(**{**corpus.to_dict(), "split_seed": 7}), tmp_path / "c", processes=1)
+    prepare(Recipe.from_dict({**corpus.to_dict(), "split_seed": 7}), tmp_path / "c", processes=1)
     assert set(documents(tmp_path / "a", "heldout")) != set(documents(tmp_path / "c", "heldout"))
 
 
 def test_held_out_sources(corpus: Recipe, tmp_path: Path) -> None:
     held = str(Path(corpus.sources[0]) / "1.jsonl")
-    recipe = Recipe(**{**corpus.to_dict(), "heldout_fraction": None, "heldout_sources": [held]})
+    recipe = Recipe.from_dict({**corpus.to_dict(), "heldout_fraction": None, "heldout_sources": [held]})
     prepare(recipe, tmp_path / "out", processes=1)
     assert documents(tmp_path / "out", "heldout") == many_texts(60, seed=1)
     assert documents(tmp_path / "out", "train") == [text for n in (0, 2, 3) for text in many_texts(60, seed=n)]
@@ -78,7 +78,7 @@ def test_trained_tokenizer_never_sees_held_out_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("budget", [1, 1000, 2500, 10**9])
 def test_token_budget_ends_at_a_document_whoever_is_faster(corpus: Recipe, tmp_path: Path, budget: int) -> None:
     whole = prepare(corpus, tmp_path / "whole", processes=1)
-    recipe = Recipe(**{**corpus.to_dict(), "max_tokens": budget, "heldout_fraction": None})
+    recipe = Recipe.from_dict({**corpus.to_dict(), "max_tokens": budget, "heldout_fraction": None})
     one = prepare(recipe, tmp_path / "one", processes=1)
     two = prepare(recipe, tmp_path / "two", processes=2)
     assert fingerprints(one) == fingerprints(two)
@@ -99,7 +99,7 @@ def test_second_call_returns_at_once_and_other_recipes_are_refused(corpus: Recip
     assert prepare(corpus, tmp_path / "out") == manifest
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
     with pytest.raises(DataError, match=r"another data\.bos: False, now True; set overwrite=true"):
-        prepare(Recipe(**{**corpus.to_dict(), "bos": True}), tmp_path / "out")
+        prepare(Recipe.from_dict({**corpus.to_dict(), "bos": True}), tmp_path / "out")
     source = Path(corpus.sources[0]) / "2.jsonl"
     os.utime(source, ns=(1, 1))  # another time, the same content: a copy
     assert prepare(corpus, tmp_path / "out") == manifest

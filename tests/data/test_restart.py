@@ -29,7 +29,7 @@ def run_killed_after(recipe: Recipe, out: Path, units: int, unit_bytes: int) -> 
         "from efla_data.corpus.prepare import prepare\n"
         "from efla_data.corpus.recipe import Recipe\n"
         f"sources.SMALLEST_UNIT = {unit_bytes}\n"
-        f"prepare(Recipe(**json.loads(sys.argv[1])), sys.argv[2], processes=2)\n"
+        f"prepare(Recipe.from_dict(json.loads(sys.argv[1])), sys.argv[2], processes=2)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, json.dumps(recipe.to_dict()), str(out)])
     try:
@@ -92,7 +92,7 @@ def test_a_partial_folder_of_something_else_is_left_alone(corpus: Recipe, tmp_pa
 
 def test_half_written_units_are_removed(corpus: Recipe, tmp_path: Path) -> None:
     """A unit counts when its JSON is there, and what a killed worker was writing does not stay on the disk."""
-    broken = Recipe(**{**corpus.to_dict(), "sources": [*corpus.sources, str(tmp_path / "bad.jsonl.gz")]})
+    broken = Recipe.from_dict({**corpus.to_dict(), "sources": [*corpus.sources, str(tmp_path / "bad.jsonl.gz")]})
     (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(jsonl(many_texts(200, seed=9)))[:-9])
     for _ in range(2):
         with pytest.raises(DataError, match="truncated"):

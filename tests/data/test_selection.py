@@ -18,7 +18,7 @@ from tests.data.test_restart import run_killed_after
 
 
 def changed(recipe: Recipe, **changes: object) -> Recipe:
-    return Recipe(**{**recipe.to_dict(), **changes})  # type: ignore[arg-type]
+    return Recipe.from_dict({**recipe.to_dict(), **changes})  # type: ignore[arg-type]
 
 
 @pytest.fixture

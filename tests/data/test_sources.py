@@ -229,9 +229,9 @@ def test_stored_hub_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nam
     for module in (sources, readers):
         monkeypatch.setattr(module, "open_hub", open_stand_in)
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    recipe = Recipe(**{**recipe.to_dict(), "tokenizer": str(sentencepiece_folder(tmp_path / "tokenizer"))})
+    recipe = Recipe.from_dict({**recipe.to_dict(), "tokenizer": str(sentencepiece_folder(tmp_path / "tokenizer"))})
     if recipe.heldout_fraction:
-        recipe = Recipe(**{**recipe.to_dict(), "heldout_fraction": 0.5})
+        recipe = Recipe.from_dict({**recipe.to_dict(), "heldout_fraction": 0.5})
     manifest = prepare(recipe, tmp_path / "out", processes=1)
     repository, *config = recipe.sources[0].removeprefix("hub:").split(":")
     expected = {(repository, "".join(config), "train", f"commit of {repository}")}

@@ -1,6 +1,7 @@
 """What people type: every slip costs one line that names the key and the way out."""
 
 import dataclasses
+import shutil
 import sys
 from pathlib import Path
 from unittest import mock
@@ -9,6 +10,7 @@ import pytest
 
 from efla_lm.errors import UserError
 from efla_lm.settings import TrainSettings, UsageError, compose, entry, key
+from efla_lm.settings.compose import CONFIG_DIR
 
 
 @pytest.mark.parametrize(
@@ -17,7 +19,21 @@ from efla_lm.settings import TrainSettings, UsageError, compose, entry, key
         ("trian.steps=3", ["'trian.steps'", "'train.steps'"]),
         ("train.stpes=3", ["'train.steps'"]),
         ("steps=3", ["'train.steps'"]),
-        ("learning_rate=3", ["'learning_rate'"]),
+        ("learning_rate=3", ["'learning_rate'", "'schedule.peak'"]),
+        ("lr=3", ["'lr'", "'schedule.peak'"]),
+        ("train.lr=3", ["'schedule.peak'"]),
+        ("optim.lr=3", ["'schedule.peak'"]),
+        ("model.learning_rate=3", ["'schedule.peak'"]),
+        ("seq_len=3", ["'data.context'"]),
+        ("train.seq_len=3", ["'data.context'"]),
+        ("batch_size=3", ["'train.batch_tokens'", "counts tokens"]),
+        ("train.batch_size=3", ["'train.batch_tokens'"]),
+        ("epochs=3", ["'train.tokens'", "one epoch is"]),
+        ("max_steps=3", ["'train.steps'"]),
+        ("warmup_steps=3", ["'schedule.warmup_updates'"]),
+        ("grad_clip=1", ["'train.clip_norm'"]),
+        ("dtype=bf16", ["'train.precision'"]),
+        ("zzzz=1", ["no key has a similar name"]),
         ("schedule.peek=1e-3", ["'schedule.peak'"]),
         ("model=elfa", ["model=elfa", "model=efla", "mamba2"]),
         ("size=340", ["size=340m"]),
@@ -33,6 +49,13 @@ from efla_lm.settings import TrainSettings, UsageError, compose, entry, key
         ("train.precision=fp23", ["train.precision", "fp32", "bf16"]),
         ("model.mixer=elfa", ["model.mixer", "efla"]),
         ("train.steps=1,2", ["one value per run"]),
+        ("model=efla,deltanet", ["one value per run"]),
+        ("model=[efla,deltanet]", ["model=[efla,deltanet]", "one option", "model=efla"]),
+        ("size=[tiny]", ["one option", "size=tiny"]),
+        ("data=[]", ["one option"]),
+        ("parallel=[ddp,fsdp]", ["one option"]),
+        ("logger=[wandb,tensorbord]", ["did you mean logger=tensorboard"]),
+        ("data.sources=[a,,b]", ["cannot be read", "[a,,b]"]),
         ("train={steps: 3}", ["section", "train.tokens=VALUE"]),
         ("+train.new=1", ["train.new"]),
         ("~train.steps", ["~"]),
@@ -64,6 +87,88 @@ def test_text_of_string_keys_is_taken_as_typed():
     assert settings.data.text_field == "x y"
     assert compose("train", ["name=null"], TrainSettings).name is None
     assert compose("train", ["name=${size.name}-1"], TrainSettings).name == "tiny-1"
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        ("'x y'", "x y"),
+        ('"x"', "x"),
+        ("'a' and 'b'", "'a' and 'b'"),
+        ('"a" is "b"', '"a" is "b"'),
+        ("'", "'"),
+        ("''", ""),
+        ("it's", "it's"),
+        ("'it\"s'", 'it"s'),
+    ],
+)
+def test_quotes_around_a_text_go_and_quotes_of_a_text_stay(raw, text):
+    assert compose("train", [f"data.text_field={raw}"], TrainSettings).data.text_field == text
+
+
+@pytest.mark.parametrize(
+    ("raw", "items"),
+    [
+        ("[/x/é/n.jsonl]", ["/x/é/n.jsonl"]),
+        ("[/x/a (1).txt,/y/b#2.txt]", ["/x/a (1).txt", "/y/b#2.txt"]),
+        ("[ /x/a b.txt , '/y/c, d.txt' ]", ["/x/a b.txt", "/y/c, d.txt"]),
+        ("[/x/a=b.txt,/y/[ab]*.txt,/z/{1}.txt]", ["/x/a=b.txt", "/y/[ab]*.txt", "/z/{1}.txt"]),
+        ('["/x/a\'s.txt",/x/$y%20\\z.txt]', ["/x/a's.txt", "/x/$y%20\\z.txt"]),
+        ("[/007,/null,/1e5]", ["/007", "/null", "/1e5"]),
+        ("[]", []),
+    ],
+)
+def test_lists_of_paths_are_taken_as_typed(raw, items):
+    assert compose("train", [f"data.sources={raw}"], TrainSettings).data.sources == items
+    assert compose("train", [f"data.heldout_sources={raw}"], TrainSettings).data.heldout_sources == items
+
+
+def test_lists_of_strings_hold_overrides_and_references():
+    settings = compose("train", ["logger.wandb_tags=['a=1',\"b='c,d'\",${size.name},x-${seed}]"], TrainSettings)
+    assert settings.logger.wandb_tags == ["a=1", "b='c,d'", "tiny", "x-42"]
+
+
+def test_sweeps_are_refused(capsys):
+    @entry("train", TrainSettings)
+    def main(settings: TrainSettings) -> None:
+        """Do little."""
+
+    for flag in ("-m", "--multirun"):
+        assert main.run([flag, "model=efla,deltanet"]) == 2
+        assert "start one command for each" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("train:\n  stpes: 3", ["train.stpes", "train.steps"]),
+        ("train:\n  lr: 3", ["train.lr", "schedule.peak"]),
+        ("sede: 3", ["sede", "seed"]),
+        ("defaults:\n  - override /modle: efla", ["modle", "model"]),
+        ("defaults:\n  - override /model: elfa", ["model=elfa", "efla"]),
+        ("train: [", ["expected YAML"]),
+        ("- train", ["expected keys and values"]),
+        ("seed: 1\nseed: 2", ["seed"]),
+        ("train:\n  steps: many", ["train.steps", "many"]),
+    ],
+)
+def test_mistakes_in_a_recipe_name_file_key_and_the_nearest(tmp_path, lines, words):
+    shutil.copytree(CONFIG_DIR, tmp_path / "conf")
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{lines}\n")
+    with pytest.raises(UsageError) as caught:
+        compose("train", ["experiment=mine"], TrainSettings, config_dir=tmp_path / "conf")
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
+    assert "mine.yaml" in message or "seed" in lines or "steps" in lines
+
+
+@pytest.mark.parametrize("page", ["train.yaml", "size/tiny.yaml", "model/efla.yaml"])
+def test_mistakes_in_other_pages_name_the_file(tmp_path, page):
+    shutil.copytree(CONFIG_DIR, tmp_path / "conf")
+    with open(tmp_path / "conf" / page, "a") as handle:
+        handle.write("\nlayerz: 3\n")
+    with pytest.raises(UsageError, match=rf"{page}: unknown key '.*layerz'"):
+        compose("train", [], TrainSettings, config_dir=tmp_path / "conf")
 
 
 def test_null_takes_back_a_recipe():
@@ -129,7 +234,7 @@ class Small:
 
 @pytest.fixture
 def small_config(tmp_path):
-    (tmp_path / "small.yaml").write_text("defaults:\n  - small_schema\n  - _self_\n")
+    """A folder without a page for the command: its class is enough."""
     return tmp_path
 
 

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from efla_lm.errors import UserError
 from efla_lm.settings import ExportSettings, PrepareSettings, TrainSettings, UsageError, compose, load_settings, to_yaml
-from efla_lm.settings.command_line import list_groups
 from efla_lm.settings.compose import CONFIG_DIR
+from efla_lm.settings.pages import list_groups, read_page
 
 GROUPS = list_groups(CONFIG_DIR, "train")
 OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() for option in options]
@@ -47,10 +47,13 @@ def test_export():
 
 
 def test_every_yaml_is_reached():
-    """A file that no defaults list names would be a dead option."""
+    """A file that no defaults list names would be a dead option, and a page without groups or values an empty one."""
     commands = [*CONFIG_DIR.parent.glob("*.py"), *CONFIG_DIR.parent.glob("scripts/**/*.py")]
     mains = {name for path in commands for name in re.findall(r'@entry\("(\w+)"', path.read_text())}
     assert {"train", "prepare", "export", "eval", "generate"} <= mains
+    for page in CONFIG_DIR.glob("*.yaml"):
+        assert list_groups(CONFIG_DIR, page.stem) or read_page(page).keys() - {"defaults"}, f"{page} says nothing"
+        assert "_schema" not in page.read_text(), f"{page}: the settings class needs no line in the page"
     groups = {group for page in CONFIG_DIR.glob("*.yaml") for group in list_groups(CONFIG_DIR, page.stem)}
     for path in CONFIG_DIR.rglob("*.yaml"):
         group = str(path.parent.relative_to(CONFIG_DIR))

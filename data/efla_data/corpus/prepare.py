@@ -65,6 +65,8 @@ def prepare(
     another recipe in `out_dir`, and when another process is preparing the same folder.
     """
     recipe.check()
+    if not recipe.sources:
+        raise DataError("data.sources is empty: give files, globs, folders, hub:NAME or builtin:pydoc")
     out = Path(out_dir).resolve()  # a link names the disk that is meant; the link itself stays
     existing = None if overwrite else _existing(out, recipe)
     if existing is not None:

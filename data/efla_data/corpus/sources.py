@@ -175,9 +175,9 @@ def _group(pieces: list[Piece], target: int) -> list[list[Piece]]:
 
 def _hub_shards(source: str, recipe: Recipe, heldout: bool) -> list[Piece]:
     """One piece per shard of a streamed hub data set, at one commit for all workers."""
-    name, config, split = parse_hub(source, recipe.hub_split)
+    name, config, split = parse_hub(source, recipe.split)
     path = f"hub:{name}:{config}:{split}"
-    revision = recipe.hub_revision
+    revision = recipe.revision
     if revision is None and not os.path.isdir(name):
         import huggingface_hub
 

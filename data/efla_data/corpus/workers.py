@@ -36,7 +36,7 @@ class Job:
     def __init__(self, folder: Path) -> None:
         plan: dict[str, Any] = json.loads((folder / PLAN).read_text(encoding="utf-8"))
         self.folder = folder
-        self.recipe = Recipe(**plan["recipe"])
+        self.recipe = Recipe.from_dict(plan["recipe"])
         self.units = [[Piece(**piece) for piece in unit] for unit in plan["units"]]
         info = TokenizerInfo(**json.loads((folder / INFO).read_text(encoding="utf-8")))
         self.encoder = TextEncoder(find_tokenizer(str(folder / TOKENIZER)).backend, info)
