@@ -1,8 +1,8 @@
-"""The implementations side by side: how each serves an op, from the same tensors.
+"""How each implementation computes an op from the same tensors.
 
-`whole` goes from the op's own inputs (logits of the gates) to the output and serves the comparison of accuracy.
-`timed` is what is timed, with its leaves: for fla's own ops the kernels alone, with gates computed beforehand, which is
-to fla's advantage; for EFLA on fla everything, since its gate is no part of fla.
+`whole` maps the op's own inputs (logits of the gates) to the output; accuracy is measured with it. `timed` is what is
+timed, with its own leaves: for fla's ops the kernels alone, with gates computed beforehand, which is to fla's
+advantage; for EFLA on fla everything, since its gate is no part of fla.
 """
 
 from __future__ import annotations
@@ -19,20 +19,16 @@ from efla_kernels import model_coefficients, unit_norm
 from torch import Tensor
 
 from scripts.bench import mamba_calls
+from scripts.bench.measure import Tensors, Unserved
 
-Tensors = dict[str, Tensor]
 CHUNK_SCAN = "mamba_chunk_scan_combined"
 # our implementations by their backend; the second keeps no chunk states for the backward pass
 OWN = {"ours": "triton", "ours_recompute": "triton_recompute", "torch": "torch"}
 
 
-class Unserved(Exception):
-    """An implementation that does not serve an op here; the message says why."""
-
-
 @dataclass(frozen=True)
 class Call:
-    """`whole(tensors) -> o`, and the timed function with the leaves of its gradients."""
+    """`whole(tensors) -> o`, and the timed function with its inputs."""
 
     whole: Callable[[Tensors], Tensor]
     timed: Callable[[Tensors], Tensor]

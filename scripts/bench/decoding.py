@@ -1,27 +1,26 @@
 """The decoding step of a mixer: ours in one kernel, fla's as the chain of operations that its layers call.
 
-What is timed is a token of a model, not a step alone: one step per layer, each with inputs, weights and states of its
-own, in one CUDA graph. So states come from the device's memory and not from its cache, as they do behind the weights of
-a whole model, and the few microseconds that a graph's replay costs are shared by all layers.
+The benchmark times one token of a whole model: one step per layer, each with its own inputs, weights and states, all in
+one CUDA graph. States then come from the device's memory and not from its cache, as in a whole model, and the layers
+share the few microseconds that a replay of the graph costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import efla_kernels
 import torch
 from torch import Tensor
 
 from scripts.bench import mamba_calls
-from scripts.bench.calls import Unserved
+from scripts.bench.measure import Tensors, Unserved
 
-TAPS = 4
+KERNEL_SIZE = 4
 Step = Callable[[], Tensor]
 
 
-def decode_inputs(rule: str, batch: int, heads: int, width: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+def decode_inputs(rule: str, batch: int, heads: int, width: int, dtype: torch.dtype, device: str) -> Tensors:
     """Seeded arguments of `efla_kernels.decode_step` (of `mamba2_step` for mamba2)."""
     if rule == "mamba2":
         return mamba_calls.decode_inputs(batch, heads, width, dtype, device)
@@ -33,8 +32,8 @@ def decode_inputs(rule: str, batch: int, heads: int, width: int, dtype: torch.dt
     D = 3 * heads * width
     tensors = {
         "x": normal(batch, D).to(dtype),
-        "conv_state": normal(batch, TAPS - 1, D).to(dtype),
-        "conv_weight": (normal(D, TAPS) / TAPS**0.5).to(dtype),
+        "conv_state": normal(batch, KERNEL_SIZE - 1, D).to(dtype),
+        "conv_weight": (normal(D, KERNEL_SIZE) / KERNEL_SIZE**0.5).to(dtype),
         "beta_logit": normal(batch, heads).to(dtype),
         "state": normal(batch, heads, width, width),
         "norm_weight": (1 + 0.1 * normal(width)).to(dtype),
@@ -45,32 +44,28 @@ def decode_inputs(rule: str, batch: int, heads: int, width: int, dtype: torch.dt
     return {name: x.to(device) for name, x in tensors.items()}
 
 
-def layers(tensors: dict[str, Tensor], least: int) -> list[dict[str, Tensor]]:
+def layers(tensors: Tensors, least: int) -> list[Tensors]:
     """Copies of a step's inputs for as many layers: `least`, or more until the states fill the L2 cache twice."""
     device, state = tensors["state"].device, tensors["state"].nbytes
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     return [{name: x.clone() for name, x in tensors.items()} for _ in range(max(least, -(-2 * cache // state)))]
 
 
-def truth(rule: str, tensors: dict[str, Tensor]) -> Tensor:
+def truth(rule: str, tensors: Tensors) -> Tensor:
     """y in float64 from the rounded inputs."""
     wide = {name: x.to(torch.float64, copy=True) for name, x in tensors.items()}
     if rule == "mamba2":
-        return efla_kernels.mamba2_step(**_arguments(wide), backend="torch")
-    return efla_kernels.decode_step(rule, **_arguments(wide), backend="torch")
+        return efla_kernels.mamba2_step(**wide, backend="torch")
+    return efla_kernels.decode_step(rule, **wide, backend="torch")
 
 
-def _arguments(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    return dict(tensors)
-
-
-def make_step(rule: str, impl: str, tensors: dict[str, Tensor]) -> Step:
-    """A function that decodes one token from `tensors`, whose states it may move on; raises `Unserved`."""
+def make_step(rule: str, impl: str, tensors: Tensors) -> Step:
+    """A function that decodes one token from `tensors` and may update their states; raises `Unserved`."""
     if impl in ("ours", "torch"):
         backend = "triton" if impl == "ours" else "torch"
         if rule == "mamba2":
-            return lambda: efla_kernels.mamba2_step(**_arguments(tensors), backend=backend)
-        return lambda: efla_kernels.decode_step(rule, **_arguments(tensors), backend=backend)
+            return lambda: efla_kernels.mamba2_step(**tensors, backend=backend)
+        return lambda: efla_kernels.decode_step(rule, **tensors, backend=backend)
     if impl == "mamba_ssm":
         try:
             kernel = mamba_calls.mamba_ssm_kernel("selective_state_update", "selective_state_update")
@@ -82,7 +77,7 @@ def make_step(rule: str, impl: str, tensors: dict[str, Tensor]) -> Step:
     return _fla_step(tensors)
 
 
-def _fla_step(x: dict[str, Tensor]) -> Step:
+def _fla_step(x: Tensors) -> Step:
     """What fla's DeltaNet layer does between its projections for one token: 3 convolutions, gate, rule, norm."""
     try:
         from fla.modules import RMSNorm, ShortConvolution
@@ -93,19 +88,19 @@ def _fla_step(x: dict[str, Tensor]) -> Step:
     device, dtype = x["x"].device, x["x"].dtype
     widths = (H * K, H * K, H * V)
     weights, inputs = x["conv_weight"].split(widths), x["x"].split(widths, -1)
-    # fla keeps the last TAPS inputs, [B, D, TAPS], the oldest of which the next step drops
-    window = torch.cat((torch.zeros_like(x["conv_state"][:, :1]), x["conv_state"]), 1).transpose(1, 2).contiguous()
-    states = [part.contiguous() for part in window.split(widths, 1)]
+    # fla keeps the last KERNEL_SIZE inputs, [B, D, KERNEL_SIZE]; the next step drops the oldest
+    inputs_kept = torch.cat((torch.zeros_like(x["conv_state"][:, :1]), x["conv_state"]), 1).transpose(1, 2).contiguous()
+    states = [part.contiguous() for part in inputs_kept.split(widths, 1)]
     tokens = [part.unsqueeze(1).contiguous() for part in inputs]
     convolutions = []
     for width, weight in zip(widths, weights, strict=True):
-        module = ShortConvolution(hidden_size=width, kernel_size=TAPS, activation="silu").to(device, dtype)
+        module = ShortConvolution(hidden_size=width, kernel_size=KERNEL_SIZE, activation="silu").to(device, dtype)
         module.weight.data.copy_(weight.unsqueeze(1))
         convolutions.append(module)
     norm = RMSNorm(V, eps=1e-6, dtype=torch.float32).to(device)
     norm.weight.data.copy_(x["norm_weight"])
     state, logit = x["state"], x["beta_logit"].unsqueeze(1)
-    cache = {}  # holds the new state, which its op writes to a tensor of its own, until the next call
+    cache = {}  # keeps the new state, which the op writes to a new tensor, until the next call
 
     def step() -> Tensor:
         q, k, v = (

@@ -1,7 +1,7 @@
 """Mamba-2 beside its peers: mamba-ssm's Triton kernels, and fla's simple_gla with B and C repeated for every head.
 
-mamba-ssm is read from a folder with its sources (`mamba_ssm=FOLDER`, which holds the package `mamba_ssm`): its package
-init wants CUDA extensions that its Triton kernels do without, so that the init is passed over.
+mamba-ssm is imported from a folder with its sources (`mamba_ssm=FOLDER`, which holds the package `mamba_ssm`) without
+its package init, which needs CUDA extensions that the Triton kernels do not use.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efla_lm.errors import UserError
+from scripts.bench.measure import Tensors
 
-Tensors = dict[str, Tensor]
 NAMES = ("x", "dt", "A_log", "B", "C", "D", "dt_bias")
 CHUNK = 256  # of mamba-ssm, the default of its layer
 
@@ -27,8 +27,8 @@ CHUNK = 256  # of mamba-ssm, the default of its layer
 def use_mamba_ssm(folder: str | None, part: int = 0, parts: int = 1) -> None:
     """Make the package in `folder` importable; raises UserError where there is none.
 
-    parts > 1 leaves every kernel only some of the configurations that it is tuned over: processes with the different
-    parts compile them all side by side, and the measuring process finds them in Triton's cache on disk.
+    parts > 1 keeps one part of the configurations over which each kernel is tuned: processes with different parts
+    compile them side by side, and the measuring process finds all of them in Triton's cache on disk.
     """
     if folder is None:
         return

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
-from typing import Any
 
 import torch
 from efla_kernels.selftest.accuracy import Case, relative_errors
 from efla_kernels.selftest.accuracy_ssd import SsdCase
-from torch import Tensor
 
 from scripts.bench import decoding, mamba_calls
-from scripts.bench.calls import OWN, Call, Unserved, make_call
+from scripts.bench.calls import OWN, Call, make_call
+from scripts.bench.measure import DTYPES, Row, Tensors, Unserved, both_passes
 from scripts.bench.settings import BenchSettings
 from scripts.bench.timing import figures, layer_figures
-from scripts.study.setting_checks import pairs
+from scripts.study.checks import parse_shapes
 
 DEVICE = "cuda"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MAMBA_HEADS = 4  # heads of width 64 in Mamba-2 for each head of width 128 in the delta rules at the same hidden size
-RECOMPUTING = "ours_recompute"  # differs from ours where there is a backward pass
+RECOMPUTING = "ours_recompute"  # differs from ours in the backward pass only
 TUNED_PARTS = 4  # processes among which mamba-ssm's configurations are divided for compilation
-# Ours may not be timed while it is wrong; a peer beyond its bound is reported as it is.
+# Ours is not timed while it is wrong; a peer beyond its bound is reported with its error.
 BOUND = {"bf16": 2e-2, "fp16": 2e-2, "fp32": 1e-4}
 
 
@@ -55,7 +50,7 @@ class Shape:
             key_width=self.width, value_width=self.width, initial=False, final=False,
         )  # fmt: skip
 
-    def row(self, impl: str, direction: str) -> dict[str, Any]:
+    def row(self, impl: str, direction: str) -> Row:
         """The columns that say what was measured."""
         return {
             "op": self.op, "impl": impl, "batch": self.batch, "tokens": self.tokens, "heads": self.heads,
@@ -68,91 +63,84 @@ def shapes(settings: BenchSettings, op: str, impl: str, heads: int) -> list[Shap
     """The shapes of one implementation; the PyTorch form, slow and large, takes the first only."""
     if impl == "mamba_ssm" and op != "mamba2":
         return []
-    served = pairs(settings.shapes)[:1] if impl == "torch" else pairs(settings.shapes)
+    served = parse_shapes(settings.shapes)[:1] if impl == "torch" else parse_shapes(settings.shapes)
     heads = heads * MAMBA_HEADS if op == "mamba2" else heads
     return [Shape(op, batch, tokens, heads, settings.width, settings.dtype) for batch, tokens in served]
 
 
 def directions(settings: BenchSettings, impl: str) -> list[str]:
-    """The passes over whole sequences that an implementation is measured in."""
+    """The passes over whole sequences in which an implementation is measured."""
     return [d for d in settings.directions if d != "decode" and (d == "fwd_bwd" or impl != RECOMPUTING)]
 
 
-def outputs(call: Call, tensors: dict[str, Tensor], leaf_names: list[str]) -> dict[str, Tensor]:
-    """The output and the gradients to the op's own inputs."""
-    leaves = {n: tensors[n].detach().requires_grad_() for n in leaf_names}
+def outputs(call: Call, tensors: Tensors, names: list[str]) -> Tensors:
+    """The output and the gradients of the op's own inputs."""
+    leaves = {n: tensors[n].detach().requires_grad_() for n in names}
     o = call.whole(leaves)
     grads = torch.autograd.grad(o, list(leaves.values()), tensors["do"].to(o.dtype))
     return {"o": o.detach()} | {"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}
 
 
+def inputs_of(tensors: Tensors) -> list[str]:
+    """The names of the op's own inputs."""
+    return [n for n in tensors if n not in ("do", "d_final")]
+
+
 def accuracy(shape: Shape, impls: list[str], seeds: int) -> dict[str, dict[str, float] | str]:
-    """By implementation: the worst relative error of each output over the seeds, or why there is none."""
+    """By implementation: the worst relative error of each output over the seeds, or why there is none.
+
+    Where a peer's backward pass fails, the errors are those of its forward pass.
+    """
     found: dict[str, dict[str, float] | str] = {}
-    case = shape.case()
     for seed in range(seeds):
-        tensors = case.inputs(seed, DEVICE, drawn_on=DEVICE)
-        truth = case.truth(tensors)
-        leaf_names = [n for n in tensors if n not in ("do", "d_final")]
+        tensors = shape.case().inputs(seed, DEVICE, drawn_on=DEVICE)
+        truth = shape.case().truth(tensors)
         for impl in impls:
-            if isinstance(found.get(impl), str):
+            worst = found.setdefault(impl, {})
+            if isinstance(worst, str):
                 continue
             try:
                 call = make_call(shape.op, impl, tensors)
-                errors = relative_errors(outputs(call, tensors, leaf_names), truth)
-            except (Unserved, RuntimeError, ValueError) as error:  # a peer may refuse: say so and go on
+                errors = relative_errors(outputs(call, tensors, inputs_of(tensors)), truth)
+            except (Unserved, RuntimeError, ValueError) as error:
                 if impl in OWN:
                     raise
-                try:  # forward alone
+                try:
                     with torch.no_grad():
-                        errors = relative_errors(
-                            {"o": make_call(shape.op, impl, tensors).whole(tensors)}, _output(truth)
-                        )
+                        o = make_call(shape.op, impl, tensors).whole(tensors)
+                    errors = relative_errors({"o": o}, {"o": truth["o"]})
                 except (Unserved, RuntimeError, ValueError):
-                    found[impl] = " ".join(str(error).split())[:300]
+                    found[impl] = reason(error)
                     continue
-            worst = found.setdefault(impl, {})
-            assert isinstance(worst, dict)
-            for name, error_ in errors.items():
-                worst[name] = max(error_, worst.get(name, 0.0))
+            worst |= {name: max(error, worst.get(name, 0.0)) for name, error in errors.items()}
     return found
 
 
-def _output(truth: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"o": truth["o"]}
+def reason(error: BaseException) -> str:
+    """Why a peer has no figures."""
+    return " ".join(str(error).split())[:300]
 
 
-def measure(shape: Shape, impl: str, direction: str, errors: dict[str, float], repeats: int) -> dict[str, Any]:
-    """One row of the result file."""
-    tensors = shape.case().inputs(0, DEVICE, drawn_on=DEVICE)
-    call = make_call(shape.op, impl, tensors)
-    leaves = {name: x.detach().requires_grad_(direction == "fwd_bwd") for name, x in call.leaves.items()}
-    do = tensors["do"]
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return call.timed(leaves)
-
-    def both() -> Any:
-        return torch.autograd.grad(call.timed(leaves), list(leaves.values()), do)
-
-    function = forward if direction == "fwd" else both
-    relevant = {"o": errors["o"]} if direction == "fwd" else errors
-    return shape.row(impl, direction) | figures(function, repeats) | _errors(relevant)
-
-
-def _errors(errors: dict[str, float]) -> dict[str, Any]:
+def error_columns(errors: dict[str, float]) -> Row:
+    """The columns of accuracy."""
     return {"rel_err": max(errors.values()), "rel_errs": errors}
 
 
-def measure_op(settings: BenchSettings, op: str, heads: int) -> Iterator[dict[str, Any]]:
+def measure(shape: Shape, impl: str, direction: str, errors: dict[str, float], repeats: int) -> Row:
+    """One row of the result file."""
+    tensors = shape.case().inputs(0, DEVICE, drawn_on=DEVICE)
+    call = make_call(shape.op, impl, tensors)
+    function = both_passes(call.timed, call.leaves, tensors["do"])[direction]
+    relevant = {"o": errors["o"]} if direction == "fwd" else errors
+    return shape.row(impl, direction) | figures(function, repeats) | error_columns(relevant)
+
+
+def measure_op(settings: BenchSettings, op: str, heads: int) -> Iterator[Row]:
     """The rows of one op, correctness first at each shape; a row with `skipped` says why there is no figure."""
-    by_shape: dict[Shape, list[str]] = {
-        shape: [] for impl in settings.impls for shape in shapes(settings, op, impl, heads)
-    }
+    by_shape: dict[Shape, list[str]] = {}
     for impl in settings.impls:
         for shape in shapes(settings, op, impl, heads):
-            by_shape[shape].append(impl)
+            by_shape.setdefault(shape, []).append(impl)
     for shape, impls in by_shape.items():
         found = accuracy(shape, impls, settings.seeds)
         for impl in impls:
@@ -171,20 +159,19 @@ def measure_op(settings: BenchSettings, op: str, heads: int) -> Iterator[dict[st
                 except (RuntimeError, ValueError) as error:
                     if impl in OWN:
                         raise
-                    yield shape.row(impl, direction) | {"skipped": " ".join(str(error).split())[:300]}
+                    yield shape.row(impl, direction) | {"skipped": reason(error)}
                 torch.cuda.empty_cache()
 
 
-def measure_decoding(settings: BenchSettings, op: str, heads: int) -> Iterator[dict[str, Any]]:
-    """The decoding step's rows; `layers` counts the steps in a measurement, see `decoding`."""
+def measure_decoding(settings: BenchSettings, op: str, heads: int) -> Iterator[Row]:
+    """The rows of the decoding step; `layers` is the number of steps in a measurement (module `decoding`)."""
     heads = heads * MAMBA_HEADS if op == "mamba2" else heads
+    impls = [i for i in settings.impls if i != RECOMPUTING and (i != "mamba_ssm" or op == "mamba2")]
     for batch in settings.decode_batches:
         shape = Shape(op, batch, 1, heads, settings.width, settings.dtype)
-        for impl in settings.impls:
-            if impl == RECOMPUTING or (impl == "mamba_ssm" and op != "mamba2"):
-                continue
-            inputs = decoding.decode_inputs(op, batch, heads, settings.width, DTYPES[settings.dtype], DEVICE)
-            expected = {"o": decoding.truth(op, inputs)}
+        inputs = decoding.decode_inputs(op, batch, heads, settings.width, DTYPES[settings.dtype], DEVICE)
+        expected = {"o": decoding.truth(op, inputs)}
+        for impl in impls:
             try:
                 layers = decoding.layers(inputs, settings.decode_layers)
                 steps = [decoding.make_step(op, impl, layer) for layer in layers]
@@ -193,25 +180,22 @@ def measure_decoding(settings: BenchSettings, op: str, heads: int) -> Iterator[d
                     if impl == "ours" and not errors["o"] <= BOUND[shape.dtype]:
                         raise AssertionError(f"{shape.row(impl, 'decode')}: wrong before it is timed: {errors}")
                     measured = {"layers": len(steps)} | layer_figures(steps, settings.repeats)
-                    yield shape.row(impl, "decode") | measured | _errors(errors)
+                    yield shape.row(impl, "decode") | measured | error_columns(errors)
             except (Unserved, RuntimeError, ValueError, TypeError) as error:
                 if impl == "ours":
                     raise
-                yield shape.row(impl, "decode") | {"skipped": " ".join(str(error).split())[:300]}
+                yield shape.row(impl, "decode") | {"skipped": reason(error)}
 
 
-def compile_side_by_side(settings: BenchSettings) -> None:
-    """Compile everything in parallel processes; what they leave in Triton's cache on disk is then found ready."""
-    jobs = [
-        (settings, op, impl, heads, part, TUNED_PARTS if impl == "mamba_ssm" else 1)
-        for op in settings.ops for heads in settings.heads for impl in settings.impls if impl != "torch"
-        for part in range(TUNED_PARTS if impl == "mamba_ssm" and op == "mamba2" else 1)
-    ]  # fmt: skip
-    # fla would keep the tuning of these processes, which disturb each other; the measuring one tunes anew
-    os.environ["FLA_CACHE_RESULTS"] = "0"
-    with ProcessPoolExecutor(min(settings.workers, len(jobs)), mp_context=get_context("spawn")) as pool:
-        for done in [pool.submit(warm, *job) for job in jobs]:
-            done.result()
+def jobs(settings: BenchSettings) -> list[tuple[BenchSettings, str, str, int, int, int]]:
+    """The arguments of `warm` for all that is to be compiled."""
+    found = []
+    for op in settings.ops:
+        for heads in settings.heads:
+            for impl in settings.impls:
+                parts = TUNED_PARTS if (impl, op) == ("mamba_ssm", "mamba2") else 1
+                found += [(settings, op, impl, heads, part, parts) for part in range(parts) if impl != "torch"]
+    return found
 
 
 def warm(settings: BenchSettings, op: str, impl: str, heads: int, part: int = 0, parts: int = 1) -> None:
@@ -222,10 +206,9 @@ def warm(settings: BenchSettings, op: str, impl: str, heads: int, part: int = 0,
         tensors = shape.case().inputs(0, DEVICE, drawn_on=DEVICE)
         try:
             call = make_call(op, impl, tensors)
-            leaf_names = [n for n in tensors if n not in ("do", "d_final")]
             with torch.no_grad():
                 call.timed(call.leaves)
             if "fwd_bwd" in settings.directions:
-                outputs(call, tensors, leaf_names)
+                outputs(call, tensors, inputs_of(tensors))
         except (Unserved, RuntimeError, ValueError):
-            return  # the measuring process will say it
+            return  # the measuring process names the error

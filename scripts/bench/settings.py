@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from efla_lm.errors import UserError
 from efla_lm.settings.fields import PATH, key
-from scripts.study.setting_checks import expect_counts, expect_from, expect_positive, pairs
+from scripts.study.checks import expect_at_least, expect_from, parse_shapes
 
 OPS = ("efla", "deltanet", "gated_deltanet", "gated_efla", "mamba2")
 WIDEST = 256  # heads that our kernels take
@@ -40,7 +40,7 @@ class BenchSettings:
     table: str | None = key(None, "print the table of this result file, draw its plot beside it, and stop", path=PATH)
 
     def validate(self) -> None:
-        """Raise UserError for values that nothing can be measured with."""
+        """Raise UserError for values that no measurement can use."""
         expect_from(self, ops=OPS, impls=IMPLEMENTATIONS, directions=("fwd", "fwd_bwd", "decode"))
         if "mamba_ssm" in self.impls and not (self.mamba_ssm or self.table):
             raise UserError("impls: mamba_ssm needs the folder with its sources, mamba_ssm=FOLDER")
@@ -48,10 +48,8 @@ class BenchSettings:
             raise UserError(f"impls=[mamba_ssm] has none of ops={self.ops}: expected mamba2 among them")
         if self.impls == ["ours_recompute"] and "fwd_bwd" not in self.directions:
             raise UserError(f"impls=[ours_recompute] has none of directions={self.directions}: expected fwd_bwd")
-        pairs(self.shapes)
-        expect_counts(self, "heads", "decode_batches")
-        expect_positive(self, "seeds", "repeats", "decode_layers")
+        parse_shapes(self.shapes)
+        expect_at_least(self, 1, "heads", "decode_batches", "seeds", "repeats", "decode_layers")
+        expect_at_least(self, 0, "workers")
         if self.width % 2 or not 2 <= self.width <= WIDEST:
             raise UserError(f"width={self.width}: expected an even number up to {WIDEST}")
-        if self.workers < 0:
-            raise UserError(f"workers={self.workers}: expected 0 or more")

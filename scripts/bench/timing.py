@@ -33,12 +33,10 @@ class Timing:
 
 
 def device_time(function: Callable[[], Any], repeats: int) -> Timing:
-    """Time on the device alone: replays of a CUDA graph of one call, so that no launch is waited for.
+    """Time on the device alone: replays of a CUDA graph of one call, so that the device never waits for a launch.
 
-    A replay costs a few microseconds of its own, which matters for calls as short as a decoding step: see
-    `layer_figures`.
-
-    What cannot be captured is timed by events around eager calls, with launches included where they are the limit.
+    A replay itself costs a few microseconds, which matters for calls as short as a decoding step: see `layer_figures`.
+    Calls that cannot be captured are timed by events around eager calls; then launches count where they are the limit.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -70,7 +68,7 @@ def device_time(function: Callable[[], Any], repeats: int) -> Timing:
 
 
 def wall_time(function: Callable[[], Any], repeats: int, calls: int = 10) -> Timing:
-    """Time per call as a program sees it that calls back to back: the slower of launching and running."""
+    """Time per call of a program that calls back to back: the slower of launching and running."""
     for _ in range(3):
         function()
     samples = []
@@ -85,7 +83,7 @@ def wall_time(function: Callable[[], Any], repeats: int, calls: int = 10) -> Tim
 
 
 def peak_memory_mib(function: Callable[[], Any]) -> float:
-    """Most memory that one call holds beyond what was held before it; its results included."""
+    """Most memory that one call holds beyond what was held before it, its results included."""
     function()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -101,10 +99,10 @@ def figures(function: Callable[[], Any], repeats: int) -> dict[str, Any]:
 
 
 def layer_figures(calls: list[Callable[[], Any]], repeats: int) -> dict[str, Any]:
-    """The columns of `figures` for one of `calls`, which follow each other as the layers of a model do.
+    """The columns of `figures` for one of `calls`, which run one after the other as the layers of a model do.
 
-    Times are those of all of them, one CUDA graph on the device, divided by their number: the cost of a replay is
-    shared, and what one call leaves in the cache is gone before it is called again.
+    The time of all calls, in one CUDA graph on the device, is divided by their number: they share the cost of a replay,
+    and each call finds the cache as the others leave it.
     """
 
     def everything() -> list[Any]:

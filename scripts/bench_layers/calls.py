@@ -1,8 +1,7 @@
-"""The layers around the token mixers, each as PyTorch has it and as the installed packages have it.
+"""The layers around the token mixers, as PyTorch and as the installed packages compute them.
 
-`torch` is the definition (that of `efla_lm.models`, in the inputs' types) and serves as the truth in float64; `compile`
-is the same under torch.compile. The others are imported where they are used, so that what is missing is one row's
-matter.
+`torch` is the definition (that of `efla_lm.models`, in the inputs' types) and the truth in float64; `compile` is the
+same under torch.compile. The other packages are imported where they are used: one that is missing costs its rows only.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ import torch.nn.functional as F
 from efla_kernels.delta_rule.coefficients import widened
 from torch import Tensor
 
-from scripts.bench.calls import Unserved
+from scripts.bench.measure import Tensors, Unserved
 
 EPS = 1e-6
-TAPS = 4
+KERNEL_SIZE = 4
 HEAD = 128
-Tensors = dict[str, Tensor]
 Form = Callable[[Tensors], tuple[Tensor, ...]]
 
 
@@ -48,7 +46,7 @@ class Layer:
 
 
 def make_layer(name: str, batch: int, tokens: int, hidden: int, vocabulary: int) -> Layer:
-    """Layer `name` (of `layer_settings.LAYERS`) for batch x tokens positions."""
+    """Layer `name` (of `settings.LAYERS`) for batch x tokens positions."""
     rows = batch * tokens
     if name == "convolution":
         return _convolution(batch, tokens, (hidden,) * 3, bias=False)
@@ -78,7 +76,7 @@ def _convolution(batch: int, tokens: int, widths: tuple[int, ...], bias: bool) -
     D = sum(widths)
 
     def draw(normal: Callable[..., Tensor]) -> Tensors:
-        x = {"x": normal(batch, tokens, D), "weight": normal(D, TAPS) / 2}
+        x = {"x": normal(batch, tokens, D), "weight": normal(D, KERNEL_SIZE) / 2}
         return x | {"bias": normal(D)} if bias else x
 
     def own(backend: str) -> Form:
@@ -182,7 +180,7 @@ def _norm(rows: int, hidden: int) -> Layer:
 
 
 def _residual_norm(rows: int, hidden: int) -> Layer:
-    """The residual stream after a sum, and its norm."""
+    """The residual stream after an addition, and its norm."""
 
     def draw(normal: Callable[..., Tensor]) -> Tensors:
         return {"x": normal(rows, hidden), "residual": normal(rows, hidden), "weight": 1 + normal(hidden) / 8}
@@ -222,7 +220,7 @@ def _gated_norm(rows: int, hidden: int) -> Layer:
 
 
 def _swiglu(rows: int, hidden: int, width: int) -> Layer:
-    """Gate and up as the model has them, the halves of one product; their activation, and the product behind it."""
+    """Gate and up are the halves of one tensor, as in the model; their activation, and the matmul that follows it."""
 
     def draw(normal: Callable[..., Tensor]) -> Tensors:
         return {"gate_up": normal(rows, 2 * width), "weight": normal(hidden, width) / width**0.5}

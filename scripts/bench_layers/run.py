@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, wait
+from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
-from typing import Any
 
 import torch
 from efla_kernels.selftest.accuracy import relative_errors
 from torch import Tensor
 
-from scripts.bench.run import DTYPES
+from scripts.bench import measure as shared
+from scripts.bench.measure import DTYPES, Row, Tensors, both_passes, differentiable, one_line
 from scripts.bench.timing import figures
-from scripts.bench_layers.calls import Layer, Tensors, make_layer
+from scripts.bench_layers.calls import Layer, make_layer
 from scripts.bench_layers.settings import LayerBenchSettings
 
 DEVICE = "cuda"
-# What counts as right: the loss as the fp32 reference has it, everything else within the rounding of its type.
+# Largest relative errors that count as right: the loss as exact as an fp32 reference, the rest up to rounding.
 LOSS_BOUND = 1e-5
 BOUND = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5}
 
@@ -49,14 +47,9 @@ class Cell:
         """The inputs as `impl` holds them."""
         return self.layer.apart(self.tensors) if impl == "fla" and self.layer.apart else self.tensors
 
-    def row(self, impl: str, direction: str) -> dict[str, Any]:
+    def row(self, impl: str, direction: str) -> Row:
         """The columns that say what was measured."""
         return {"layer": self.name, "impl": impl, "hidden": self.hidden, "direction": direction}
-
-
-def differentiable(tensors: Tensors) -> Tensors:
-    """The inputs as leaves of a graph; targets stay as they are."""
-    return {n: x.detach().requires_grad_() if x.is_floating_point() else x for n, x in tensors.items()}
 
 
 def upstream(outputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -91,8 +84,8 @@ def accuracy(cell: Cell, impls: list[str]) -> dict[str, dict[str, float] | str]:
     for impl in impls:
         try:
             found[impl] = relative_errors(results(cell, impl, cell.tensors, dy), truth)
-        except Exception as error:  # packages and compilers fail in any way; the row says how
-            found[impl] = _one_line(error)
+        except Exception as error:  # packages and compilers fail in any way; the row names the error
+            found[impl] = one_line(error)
     return found
 
 
@@ -101,36 +94,22 @@ def is_right(name: str, dtype: str, errors: dict[str, float]) -> bool:
     return all(error <= (LOSS_BOUND if key == "loss" else BOUND[dtype]) for key, error in errors.items())
 
 
-def measure(cell: Cell, settings: LayerBenchSettings, impl: str, errors: dict[str, float]) -> Iterator[dict[str, Any]]:
+def measure(cell: Cell, settings: LayerBenchSettings, impl: str, errors: dict[str, float]) -> Iterator[Row]:
     """The rows of one implementation: forward alone (not of a loss, which keeps gradients), and both passes."""
-    form = cell.layer.form(impl)
-    leaves = differentiable(cell.leaves(impl))
-    wanted = [x for x in leaves.values() if x.requires_grad]
-    dy = upstream(form(leaves))
-
-    def forward() -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return form(leaves)
-
-    def both() -> Any:
-        return torch.autograd.grad(form(leaves), wanted, dy)
-
-    directions: dict[str, Callable[[], Any]] = {"fwd": forward, "fwd_bwd": both}
-    if cell.name == "loss":
-        del directions["fwd"]
-    for direction, function in directions.items():
-        yield {
-            **cell.row(impl, direction), **figures(function, settings.repeats), "rel_errs": errors,
-            "right": is_right(cell.name, settings.dtype, errors),
-        }  # fmt: skip
+    form, tensors = cell.layer.form(impl), cell.leaves(impl)
+    right = is_right(cell.name, settings.dtype, errors)
+    for direction, function in both_passes(form, tensors, upstream(form(tensors))).items():
+        if direction == "fwd_bwd" or cell.name != "loss":
+            measured = figures(function, settings.repeats)
+            yield cell.row(impl, direction) | measured | {"rel_errs": errors, "right": right}
 
 
 def measure_layer(
     settings: LayerBenchSettings, name: str, hidden: int, left_out: dict[tuple[str, str], str], deadline: float
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """The rows of one layer at one width, correctness first; a row with `skipped` says why there is no figure.
 
-    Nothing of ours is timed while it is wrong: its row then has `failed`, as where it raises.
+    Where ours is wrong or raises, its row has `failed` and no figures.
     """
     cell = Cell.make(settings, name, hidden)
     impls = [impl for impl in settings.impls if (name, impl) not in left_out and impl in cell.layer.forms]
@@ -153,25 +132,15 @@ def measure_layer(
         try:
             yield from measure(cell, settings, impl, errors)
         except Exception as error:
-            yield cell.row(impl, "fwd_bwd") | {"skipped": _one_line(error)} | ours
+            yield cell.row(impl, "fwd_bwd") | {"skipped": one_line(error)} | ours
         torch.cuda.empty_cache()
 
 
 def compile_side_by_side(settings: LayerBenchSettings) -> dict[tuple[str, str], str]:
-    """Compile everything in parallel processes, whose caches on disk the measuring one finds.
-
-    Returns the (layer, implementation) pairs that were not ready in time, and why.
-    """
-    jobs = [(name, impl) for name in settings.layers for impl in settings.impls if impl != "torch"]
-    pool = ProcessPoolExecutor(min(settings.workers, len(jobs)), mp_context=get_context("spawn"))
-    running = {pool.submit(warm, settings, *job): job for job in jobs}
-    _, late = wait(running, timeout=settings.compile_s)
-    processes = list((pool._processes or {}).values())  # nothing public ends a worker that is still compiling
-    pool.shutdown(wait=False, cancel_futures=True)
-    if late:
-        for process in processes:
-            process.terminate()
-    return {running[job]: f"not compiled within compile_s={settings.compile_s} s" for job in late}
+    """Compile everything in parallel processes; the (layer, implementation) pairs that were not ready, and why."""
+    jobs = [(settings, name, impl) for name in settings.layers for impl in settings.impls if impl != "torch"]
+    late = shared.compile_side_by_side(warm, jobs, settings.workers, settings.compile_s)
+    return {(name, impl): f"not compiled within compile_s={settings.compile_s} s" for _, name, impl in late}
 
 
 def warm(settings: LayerBenchSettings, name: str, impl: str) -> None:
@@ -186,8 +155,4 @@ def warm(settings: LayerBenchSettings, name: str, impl: str) -> None:
             with torch.no_grad():
                 cell.layer.form(impl)(leaves)
         except Exception:
-            return  # the measuring process will say it
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+            return  # the measuring process names the error

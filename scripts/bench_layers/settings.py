@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from efla_lm.errors import UserError
 from efla_lm.settings.fields import PATH, key
-from scripts.study.setting_checks import expect_from, expect_positive
+from scripts.study.checks import expect_at_least, expect_from
 
 # in the order in which they are measured: what has a target first
 LAYERS = ("convolution", "loss", "convolution_mamba2", "residual_norm", "gated_norm", "swiglu", "norm")
@@ -37,10 +37,9 @@ class LayerBenchSettings:
     table: str | None = key(None, "print the table of this result file and stop", path=PATH)
 
     def validate(self) -> None:
-        """Raise UserError for values that nothing can be measured with."""
+        """Raise UserError for values that no measurement can use."""
         expect_from(self, layers=LAYERS, impls=IMPLEMENTATIONS)
-        expect_positive(self, "batch", "tokens", "vocabulary", "repeats", "compile_s", "budget_s")
+        expect_at_least(self, 1, "batch", "tokens", "vocabulary", "repeats", "compile_s", "budget_s")
+        expect_at_least(self, 0, "workers")
         if not self.hidden or any(width < 128 or width % 128 for width in self.hidden):
             raise UserError(f"hidden={self.hidden}: expected multiples of 128")
-        if self.workers < 0:
-            raise UserError(f"workers={self.workers}: expected 0 or more")

@@ -6,7 +6,7 @@
                      shows that everything runs, not what a mixer can do
     replot=[a.json]  table and figure again from result files, several of one budget together in one JSON
 
-The members of a sweep are trained as one stack.
+The members of a sweep are trained as one stack. A stopped command continues with the next mixer and setting.
 """
 
 # ruff: noqa: RUF009  (`key` returns a dataclasses.field)
@@ -18,14 +18,15 @@ from pathlib import Path
 from efla_data.tasks.mad import BASELINES, settings_of
 
 from efla_lm.devices import choose_device
-from efla_lm.errors import UserError
-from efla_lm.settings import PATH, check_output, entry, key
+from efla_lm.settings import PATH, entry, key
 from scripts.mad.report import gather, write_report
 from scripts.mad.training import Budget, Member, train_and_score
-from scripts.study.experiment_checks import check_backend, check_rates
-from scripts.study.progress import Line
-from scripts.study.results import environment, merge, read_json, write_json
-from scripts.study.rules import RECURRENT_MIXERS
+from scripts.stacked.rules import RECURRENT_MIXERS
+from scripts.study import result_file
+from scripts.study.checks import expect_above_zero, expect_at_least, expect_backend, expect_from
+from scripts.study.progress import ProgressLine
+
+KEY = ("mixer", "task", "setting", "rate", "weight_decay", "seed")
 
 
 @dataclass
@@ -51,22 +52,11 @@ class MadSettings:
     replot: list[str] = key([], "result files to report on, instead of training")
 
     def validate(self) -> None:
-        """Raise UserError for values that no experiment can mean."""
-        for name, allowed in (("mixers", RECURRENT_MIXERS), ("tasks", tuple(BASELINES))):
-            for value in getattr(self, name):
-                if value not in allowed:
-                    raise UserError(f"{name}: got {value!r}, expected some of {', '.join(allowed)}")
-        for name in ("mixers", "tasks", "rates", "weight_decays", "seeds"):
-            if not getattr(self, name):
-                raise UserError(f"{name}: expected at least one")
-        for name in ("epochs", "batch", "examples", "test_examples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}: got {value}, expected 1 or more")
-        check_rates(self.rates)
-        for decay in self.weight_decays:
-            if decay < 0:
-                raise UserError(f"weight_decays: got {decay}, expected 0 or more")
+        """Raise UserError for values that no experiment can use."""
+        expect_from(self, mixers=RECURRENT_MIXERS, tasks=tuple(BASELINES))
+        expect_above_zero(self, "rates")
+        expect_at_least(self, 0, "weight_decays", "seeds")
+        expect_at_least(self, 1, "epochs", "batch", "examples", "test_examples")
 
 
 @entry("mad", MadSettings)
@@ -74,54 +64,48 @@ def main(settings: MadSettings) -> None:
     """Train and score small models on the six MAD tasks; write JSON, CSV, table and figure."""
     folder = Path(settings.out)
     if settings.replot:
-        contents = read_json(settings.replot, "mad")
+        contents = [result_file.read(path, experiment="mad") for path in settings.replot]
         print(write_report(contents, folder, settings.figures))
-        write_json(folder / "mad.json", merge(contents, gather(contents)))
+        result_file.write(folder / "mad.json", result_file.merge(contents, gather(contents)))
         print(f"written to {folder}")
         return
     device = choose_device(settings.device)
-    check_backend(settings.backend, device)
-    path = folder / "mad.json"
-    check_output(path)
+    expect_backend(settings.backend, device)
     budget = Budget(settings.epochs, settings.batch, settings.precision, settings.test_examples)
+    sweep = {name: getattr(settings, name) for name in ("settings", "examples", "rates", "weight_decays", "seeds")}
     members = [
         Member(rate, decay, seed)
         for rate in settings.rates
         for decay in settings.weight_decays
         for seed in settings.seeds
     ]
-    content: dict = {
+    head = {
         "experiment": "mad",
         "sweep": settings.name,
-        "budget": asdict(budget)
-        | {
-            "settings": settings.settings,
-            "examples": settings.examples,
-            "rates": list(settings.rates),
-            "weight_decays": list(settings.weight_decays),
-            "seeds": list(settings.seeds),
-        },
-        "environment": environment(device),
-        "runs": [],
+        "budget": asdict(budget) | sweep,
+        "environment": result_file.environment(device),
+        "command": result_file.command_line("mad", settings),
+        "settings": result_file.portable(settings, without=("mixers", "tasks", "figures", "replot")),
     }
-    for task in settings.tasks:
-        for setting in settings_of(task)[: None if settings.settings == "all" else 1]:
-            if settings.examples is not None:
-                setting = replace(setting, train_examples=min(setting.train_examples, settings.examples))
-            for mixer in settings.mixers:
-                line = Line(f"{mixer}, {task} ({setting.label})")
-                start = time.perf_counter()
-                results = train_and_score(mixer, setting, members, budget, device, settings.backend, line)
-                seconds = round(time.perf_counter() - start, 2)
-                best = max(result["score"] for result in results)
-                line.end(f"best of {len(members)}: {100 * best:.1f} in {seconds:.1f} s")
-                content["runs"] += [
-                    {"mixer": mixer, "task": task, "setting": setting.label, **asdict(member), **result}
-                    | {"seconds": seconds}
-                    for member, result in zip(members, results)
-                ]
-                write_json(path, content)  # what is done stays, should the next one fail
-    print(write_report([content], folder, settings.figures))
+    result = result_file.ResultFile(folder / "mad.json", head, KEY, rows="runs")
+    parts = {
+        f"{mixer}, {task} ({setting.label})": (mixer, task, setting)
+        for task in settings.tasks
+        for setting in settings_of(task)[: None if settings.settings == "all" else 1]
+        for mixer in settings.mixers
+    }
+    for part in result.missing(list(parts)):
+        mixer, task, setting = parts[part]
+        if settings.examples is not None:
+            setting = replace(setting, train_examples=min(setting.train_examples, settings.examples))
+        line, start = ProgressLine(part), time.perf_counter()
+        scores = train_and_score(mixer, setting, members, budget, device, settings.backend, line.step)
+        seconds = round(time.perf_counter() - start, 2)
+        line.end(f"best of {len(members)}: {100 * max(s['score'] for s in scores):.1f} in {seconds:.1f} s")
+        for member, score in zip(members, scores):
+            about = {"mixer": mixer, "task": task, "setting": setting.label}
+            result.add({**about, **asdict(member), **score, "seconds": seconds})
+    print(write_report([result.content], folder, settings.figures))
     print(f"written to {folder}")
 
 

@@ -1,9 +1,9 @@
-"""Models and training of the MAD protocol (Poli et al. 2024), a sweep of rates and weight decays stacked in one model.
+"""Models and training of the MAD protocol (Poli et al. 2024); a sweep of rates and weight decays trains as one stack.
 
-A model is two blocks of RMSNorm - mixer - RMSNorm - SwiGLU of width 128 between an embedding and a normed linear head
-with bias. Blocks are those of `efla_lm.models` (a test compares them), with short convolutions, and hold 4096 numbers
-of state per layer: 4 heads of 32 x 32, or 256 x 16 in Mamba-2. Compression reads the last token of the blocks alone: an
-auto-encoder adds sine positions to it and a two-layer GELU MLP predicts each token of the input.
+A model is an embedding, two blocks of RMSNorm - mixer - RMSNorm - SwiGLU of width 128, and a norm and linear head with
+bias. The blocks are those of `efla_lm.models` (a test compares them) with short convolutions; a layer holds 4096
+numbers of state: 4 heads of 32 x 32, or 256 x 16 in Mamba-2. In the compression task an auto-encoder reads the last
+token of the blocks alone: it adds sine positions, and a two-layer GELU MLP predicts each token of the input.
 
 As in the benchmark: AdamW with torch's defaults, no decay on biases and norms, batch 128, a cosine over the epochs down
 to 1e-6, no clipping, weights drawn as torch draws them (N(0, 0.02^2) for embeddings and in the auto-encoder).
@@ -23,9 +23,8 @@ from efla_data.tasks.mad import IGNORED, TEST_EXAMPLES, Setting, generate
 from torch import Tensor, nn
 
 from efla_lm.models.config import GATED_MIXERS
-from scripts.study.graphed import GraphedStep
-from scripts.study.rules import RECURRENT_MIXERS, StackedGates, StackedSsd, run_rule
-from scripts.study.stack import (
+from scripts.stacked.cuda_graph import GraphedStep
+from scripts.stacked.modules import (
     Draw,
     StackedAdamW,
     StackedLinear,
@@ -35,11 +34,12 @@ from scripts.study.stack import (
     normal,
     uniform,
 )
+from scripts.stacked.rules import RECURRENT_MIXERS, StackedGates, StackedSsd, run_rule
 
 WIDTH, BLOCKS, MLP = 128, 2, 352  # the benchmark's SwiGLU: 8/3 of the width, rounded up to a multiple of 16
 HEADS, HEAD_DIM = 4, 32
 MAMBA_INNER, MAMBA_HEADS, MAMBA_STATE = 256, 4, 16
-TAPS, EPS = 4, 1e-6
+KERNEL_SIZE, EPS = 4, 1e-6
 LOWEST_RATE = 1e-6
 LOG_POINTS = 40
 
@@ -50,7 +50,7 @@ class StackedConvolution(StackedModule):
     def __init__(self, models: int, widths: tuple[int, ...], bias: bool = False, backend: str = "auto") -> None:
         super().__init__()
         self.widths, self.backend = widths, backend
-        self.weight = self.add("weight", models, (sum(widths), TAPS), uniform(TAPS**-0.5))
+        self.weight = self.add("weight", models, (sum(widths), KERNEL_SIZE), uniform(KERNEL_SIZE**-0.5))
         self.bias = self.add("bias", models, (sum(widths),), lambda shape, _: torch.zeros(shape)) if bias else None
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -186,15 +186,15 @@ class Budget:
 
     epochs: int = 200
     batch: int = 128
-    precision: str = "fp32"  # or bf16: products and op in bf16, everything that is kept in fp32
+    precision: str = "fp32"  # or bf16: matmuls and op in bf16, weights and optimiser in fp32
     test_examples: int = TEST_EXAMPLES
 
 
-examples = functools.lru_cache(maxsize=2)(generate)  # one setting's, which all mixers meet in turn
+examples = functools.lru_cache(maxsize=2)(generate)  # all mixers train on one setting before the next
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay reaches a parameter: not biases, norms and the recurrences' own constants."""
+    """Whether a parameter has weight decay: all but biases, norms and the constants of the recurrences."""
     return not any(part in name for part in ("bias", "norm", "A_log", "ssd.D"))
 
 
@@ -205,7 +205,7 @@ def train_and_score(
     budget: Budget,
     device: torch.device,
     backend: str = "auto",
-    report: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+    progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> list[dict]:
     """Train the stack on one setting and test it; per member: score, accuracy, and the curve of the training loss.
 
@@ -222,13 +222,13 @@ def train_and_score(
     total, counted = torch.zeros(len(members), device=device), 0
     rows, rates = torch.zeros(budget.batch, dtype=torch.long, device=device), torch.empty_like(optimiser.rates)
 
-    def update(rows: Tensor) -> None:
+    def take_step(rows: Tensor) -> None:
         losses = member_losses(model, inputs[rows], targets[rows], budget.precision)
         losses.sum().backward()
         optimiser.step(rates)
         total.add_(losses.detach())
 
-    full_batch = GraphedStep(lambda: update(rows), device)
+    full_batch = GraphedStep(lambda: take_step(rows), device)
     for epoch in range(budget.epochs):
         half_cosine = (1 + math.cos(math.pi * epoch / budget.epochs)) / 2
         rates.copy_(LOWEST_RATE + (optimiser.rates - LOWEST_RATE) * half_cosine)
@@ -239,7 +239,7 @@ def train_and_score(
                 rows.copy_(chosen)
                 full_batch()
             else:
-                update(chosen)
+                take_step(chosen)
             counted += 1
             step = epoch * per_epoch + place + 1
             if counted == every or step == steps:
@@ -247,7 +247,7 @@ def train_and_score(
                 for curve, mean in zip(curves, means):
                     curve["step"].append(step)
                     curve["loss"].append(mean)
-                report(step, steps, sorted(means)[len(means) // 2])
+                progress(step, steps, sorted(means)[len(means) // 2])
                 total.zero_()
                 counted = 0
     scores, accuracies = score(model, setting, budget, device)

@@ -1,13 +1,13 @@
 """Sequential MNIST under corruption, the paper's Figures 1 and 2: `python -m scripts.smnist images.source=mnist.npz`.
 
-    setting=paper    all training images; the corruptions are met at the public script's rates, 1e-3 for DeltaNet and
-                     3e-3 for EFLA
-    setting=strict   5,000 training images held out; the same rates, seeds and budget for every mixer, the corruptions
-                     met at each of them, and the best rate of a mixer is the one that does best on the held-out images
+    setting=paper    all training images; each mixer is tested under corruption at the rate of the authors' script,
+                     1e-3 for DeltaNet and 3e-3 for EFLA
+    setting=strict   5,000 training images held out; the same rates, seeds and budget for every mixer, each tested at
+                     every rate; a mixer's best rate is the one that does best on the held-out images
     grid=pooled      14 x 14 images (196 tokens, not the paper's setting), strict at one rate and seed: CPU minutes
     replot=[a.json]  figures and tables again from result files, several of one setting together in one JSON
 
-All seeds and rates of a mixer are trained as one stack.
+All seeds and rates of a mixer are trained as one stack. A stopped command continues with the next mixer.
 """
 
 # ruff: noqa: RUF009  (`key` returns a dataclasses.field)
@@ -21,8 +21,8 @@ from efla_data.tasks.smnist import Digits, as_pixels, load_digits, pool
 
 from efla_lm.devices import choose_device
 from efla_lm.errors import UserError
-from efla_lm.settings import PATH, PATH_OR_HUB, check_output, entry, key
-from scripts.smnist.report import gather, script_rate, write_report
+from efla_lm.settings import PATH, PATH_OR_HUB, entry, key
+from scripts.smnist import report
 from scripts.smnist.training import (
     Classifier,
     Member,
@@ -34,10 +34,10 @@ from scripts.smnist.training import (
     train,
     under_corruption,
 )
-from scripts.study.experiment_checks import check_backend, check_rates
-from scripts.study.progress import Line
-from scripts.study.results import environment, merge, read_json, write_json
-from scripts.study.rules import RECURRENT_MIXERS
+from scripts.stacked.rules import RECURRENT_MIXERS
+from scripts.study import result_file
+from scripts.study.checks import expect_above_zero, expect_at_least, expect_backend, expect_from
+from scripts.study.progress import ProgressLine
 
 
 @dataclass
@@ -73,21 +73,11 @@ class SmnistSettings:
     replot: list[str] = key([], "result files to report on, instead of training")
 
     def validate(self) -> None:
-        """Raise UserError for values that no experiment can mean."""
-        for mixer in self.mixers:
-            if mixer not in RECURRENT_MIXERS:
-                raise UserError(f"mixers: got {mixer!r}, expected some of {', '.join(RECURRENT_MIXERS)}")
-        if not (self.mixers and self.rates and self.seeds):
-            raise UserError("mixers, rates and seeds: expected at least one of each")
-        for name in ("epochs", "batch", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}: got {value}, expected 1 or more")
-        for name in ("pool", "test", "corrupted"):
-            value = getattr(self.images, name)
-            if value is not None and value < 1:
-                raise UserError(f"images.{name}: got {value}, expected 1 or more")
-        check_rates(self.rates)
+        """Raise UserError for values that no experiment can use."""
+        expect_from(self, mixers=RECURRENT_MIXERS)
+        expect_above_zero(self, "rates")
+        expect_at_least(self, 0, "seeds")
+        expect_at_least(self, 1, "epochs", "batch", "steps", "images.pool", "images.test", "images.corrupted")
 
 
 @entry("smnist", SmnistSettings)
@@ -95,16 +85,16 @@ def main(settings: SmnistSettings) -> None:
     """Train classifiers of pixel sequences, test them under corruption, write JSON, CSV, table and figures."""
     folder = Path(settings.out)
     if settings.replot:
-        contents = read_json(settings.replot, "smnist")
-        print(write_report(contents, folder, settings.figures))
-        setting, runs = gather(contents)
-        write_json(folder / f"{setting}.json", merge(contents, runs))
+        contents = [result_file.read(path, experiment="smnist") for path in settings.replot]
+        print(report.write_report(contents, folder, settings.figures))
+        setting, runs = report.gather(contents)
+        result_file.write(folder / f"{setting}.json", result_file.merge(contents, runs))
         print(f"written to {folder}")
         return
     device = choose_device(settings.device)
-    check_backend(settings.backend, device)
+    expect_backend(settings.backend, device)
     path = folder / f"{settings.setting}.json"
-    check_output(path)
+    result_file.check_output(path)
     digits = load_digits(settings.images.source)
     pixels = as_pixels(pool(digits.train_images, settings.images.pool))
     held = settings.images.validation if settings.setting == "strict" else 0
@@ -112,37 +102,30 @@ def main(settings: SmnistSettings) -> None:
         raise UserError(f"images.validation={held}: expected from 1 to below the {len(pixels)} training images")
     plan = TrainingPlan(batch=settings.batch, epochs=settings.epochs, steps=settings.steps)
     count = len(pixels) - held
-    content: dict = {
+    images = {"source": Path(digits.source).name, "tokens": pixels.shape[1], "train": count}
+    head = {
         "experiment": "smnist",
         "setting": settings.setting,
-        "images": {
-            **asdict(settings.images),
-            "source": Path(digits.source).name,
-            "tokens": pixels.shape[1],
-            "train": count,
-        },
+        "images": asdict(settings.images) | images,
         "plan": {**asdict(plan), "steps": plan.count(count)},
-        "environment": environment(device),
-        "runs": [],
+        "environment": result_file.environment(device),
+        "command": result_file.command_line("smnist", settings),
+        "settings": result_file.portable(settings, without=("mixers", "figures", "replot")),
     }
-    for mixer in settings.mixers:
-        content["runs"] += run_mixer(settings, mixer, digits, pixels, held, plan, device)
-        write_json(path, content)  # what is done stays, should the next mixer fail
-    print(write_report([content], folder, settings.figures))
+    result = result_file.ResultFile(path, head, ("mixer", "rate", "seed"), rows="runs")
+    for mixer in result.missing(settings.mixers):
+        for run in run_mixer(settings, mixer, digits, pixels, held, plan, device):
+            result.add(run)
+    print(report.write_report([result.content], folder, settings.figures))
     print(f"written to {folder}")
 
 
 def run_mixer(
-    settings: SmnistSettings,
-    mixer: str,
-    digits: Digits,
-    pixels: np.ndarray,
-    held: int,
-    plan: TrainingPlan,
+    settings: SmnistSettings, mixer: str, digits: Digits, pixels: np.ndarray, held: int, plan: TrainingPlan,
     device: torch.device,
-) -> list[dict]:
-    """Train and test the stack of one mixer; one result per member."""
-    rates = [script_rate(mixer)] if settings.script_rates_only else list(settings.rates)
+) -> list[dict]:  # fmt: skip
+    """Train and test the stack of one mixer; one result for each member (rate and seed)."""
+    rates = [report.script_rate(mixer)] if settings.script_rates_only else list(settings.rates)
     members = [Member(seed, rate) for rate in rates for seed in settings.seeds]
     prepare = Preparation(settings.images.normalise, settings.images.clip)
     split = np.random.default_rng(0).permutation(len(pixels)) if held else np.arange(len(pixels))
@@ -150,36 +133,29 @@ def run_mixer(
     test_images = as_pixels(pool(digits.test_images[: settings.images.test], settings.images.pool))
     test_labels = torch.from_numpy(digits.test_labels[: settings.images.test]).to(device)
     model = Classifier(mixer, len(members), pixels.shape[1], settings.backend).to(device)
-    line = Line(f"{mixer}, {len(members)} models")
-    curves, seconds = timed(lambda: train(model, members, x[held:], y[held:], plan, prepare, line), device)
+    line = ProgressLine(f"{mixer}, {len(members)} models")
+    curves, seconds = timed(lambda: train(model, members, x[held:], y[held:], plan, prepare, line.step), device)
     line.end(f"trained in {seconds:.1f} s")
     validation = accuracy(model, x[:held], y[:held], prepare) if held else [None] * len(members)
     test = accuracy(model, torch.from_numpy(test_images).to(device), test_labels, prepare)
-    met = [n for n, m in enumerate(members) if settings.setting == "strict" or m.rate == script_rate(mixer)]
-    first = slice(settings.images.corrupted)
-    found: list[dict] = []
-    spent = 0.0
-    if met:
-        some = chosen(model, met)
+    tested = [n for n, m in enumerate(members) if settings.setting == "strict" or m.rate == report.script_rate(mixer)]
+    found, spent = [], 0.0
+    if tested:
+        some, first = chosen(model, tested), slice(settings.images.corrupted)
         found, spent = timed(
             lambda: under_corruption(some, test_images[first], test_labels[first], prepare, seed=0), device
         )
     line.end(f"tested under corruption in {spent:.1f} s; clean accuracy " + " ".join(f"{100 * a:.1f}" for a in test))
-    corrupted = dict(zip(met, found))
+    corrupted = dict(zip(tested, found))
     return [
         {
-            "mixer": mixer,
-            "rate": member.rate,
-            "seed": member.seed,
-            "train": curves[n],
-            "validation_accuracy": validation[n],
-            "test_accuracy": test[n],
-            "corruptions": corrupted.get(n),
+            "mixer": mixer, "rate": member.rate, "seed": member.seed, "train": curves[n],
+            "validation_accuracy": validation[n], "test_accuracy": test[n], "corruptions": corrupted.get(n),
             "seconds": {"stack_training": round(seconds, 2), "stack_corruptions": round(spent, 2)},
             "stacked": len(members),
         }
         for n, member in enumerate(members)
-    ]
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -7,15 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from efla_lm.errors import UserError
-from scripts.study.results import (
-    COLOURS,
-    NAMES,
-    markdown,
-    mean_and_spread,
-    new_figure,
-    save_figure,
-    write_csv,
-)
+from scripts.study.plot import colour, in_order, label, new_figure, save_figure
+from scripts.study.table import markdown, mean_and_spread, mean_text, percent_text, write_csv
 
 SCRIPT_RATES = {"deltanet": 1e-3, "efla": 3e-3}  # of the authors' public script [paper, section 4]
 DEFAULT_SCRIPT_RATE = 1e-3  # for mixers that the script does not have
@@ -40,10 +33,9 @@ def gather(contents: Sequence[dict[str, Any]]) -> tuple[str, list[Run]]:
     Raises:
         UserError: the files are of different settings, images or budgets.
     """
-    keys = ("setting", "images", "plan")
-    first = {key: contents[0][key] for key in keys}
+    first = contents[0]
     for content in contents[1:]:
-        for key in keys:
+        for key in ("setting", "images", "plan"):
             if content[key] != first[key]:
                 raise UserError(f"result files differ in {key}: {first[key]} and {content[key]}; report them apart")
     runs = {(r["mixer"], r["rate"], r["seed"]): r for content in contents for r in content["runs"]}
@@ -52,22 +44,25 @@ def gather(contents: Sequence[dict[str, Any]]) -> tuple[str, list[Run]]:
 
 def compared_rates(setting: str, runs: Sequence[Run]) -> dict[str, float]:
     """The rate at which each mixer enters Figure 1: the script's, or the best by mean validation accuracy."""
+    if setting == "paper":
+        return {mixer: script_rate(mixer) for mixer in mixers_of(runs)}
     rates: dict[str, float] = {}
     for mixer in mixers_of(runs):
-        own = [r for r in runs if r["mixer"] == mixer]
-        if setting == "paper":
-            rates[mixer] = script_rate(mixer)
-            continue
         scores: dict[float, list[float]] = {}
-        for run in own:
+        for run in (r for r in runs if r["mixer"] == mixer):
             scores.setdefault(run["rate"], []).append(run["validation_accuracy"])
         rates[mixer] = max(scores, key=lambda rate: mean_and_spread(scores[rate])[0])
     return rates
 
 
 def mixers_of(runs: Sequence[Run]) -> list[str]:
-    """Mixers that have runs, in the order of `NAMES`."""
-    return [name for name in NAMES if any(r["mixer"] == name for r in runs)]
+    """Mixers that have runs, in the order of all tables."""
+    return in_order(run["mixer"] for run in runs)
+
+
+def rates_of(runs: Sequence[Run]) -> list[float]:
+    """Learning rates that have runs."""
+    return sorted({run["rate"] for run in runs})
 
 
 def at(runs: Sequence[Run], mixer: str, rate: float) -> list[Run]:
@@ -93,18 +88,18 @@ def write_report(contents: Sequence[dict[str, Any]], folder: Path, figures: bool
     setting, runs = gather(contents)
     rates = compared_rates(setting, runs)
     folder.mkdir(parents=True, exist_ok=True)
-    write_csv(folder / f"{setting}.csv", *_long_table(runs))
+    write_csv(folder / f"{setting}.csv", ["mixer", "rate", "seed", "measure", "level", "accuracy"], _long_rows(runs))
     text = _summary(setting, contents[0], runs, rates)
     (folder / f"{setting}.md").write_text(text, encoding="utf-8")
     if figures:
         _figure1(setting, runs, rates, folder / f"{setting}-figure1")
         _figure2(runs, folder / f"{setting}-figure2")
         if setting == "strict":
-            _equal_rates(runs, folder / "strict-equal-rates")
+            _figure_equal_rates(runs, folder / "strict-equal-rates")
     return text
 
 
-def _long_table(runs: Sequence[Run]) -> tuple[list[str], list[list[Any]]]:
+def _long_rows(runs: Sequence[Run]) -> list[list[Any]]:
     rows = []
     for run in runs:
         head = [run["mixer"], run["rate"], run["seed"]]
@@ -113,50 +108,42 @@ def _long_table(runs: Sequence[Run]) -> tuple[list[str], list[list[Any]]]:
             rows.append([*head, "validation", "", run["validation_accuracy"]])
         for kind, curve in (run["corruptions"] or {}).items():
             rows += [[*head, kind, level, acc] for level, acc in zip(curve["level"], curve["accuracy"])]
-    return ["mixer", "rate", "seed", "measure", "level", "accuracy"], rows
+    return rows
 
 
 def _summary(setting: str, content: dict[str, Any], runs: Sequence[Run], rates: dict[str, float]) -> str:
-    tokens, images = content["images"]["tokens"], content["images"]
-    note = "" if tokens == 784 else f" Images pooled to {tokens} tokens: not the paper's setting."
+    images = content["images"]
+    note = "" if images["tokens"] == 784 else f" Images pooled to {images['tokens']} tokens: not the paper's setting."
     chosen = "the public script's" if setting == "paper" else "best on the validation split"
-    lines = [
+    text = (
         f"Sequential MNIST, setting `{setting}`: {images['train']:,} training images ({images['source']}), "
-        f"{content['plan']['steps']} steps of {content['plan']['batch']}; learning rates {chosen}.{note}",
-        "",
-    ]
+        f"{content['plan']['steps']} steps of {content['plan']['batch']}; learning rates {chosen}.{note}"
+    )
     rows = []
     for mixer, rate in rates.items():
-        own = at(runs, mixer, rate)
-        if not own:
-            continue
-        cells = [NAMES[mixer], f"{rate:g}", len(own), _percent([r["test_accuracy"] for r in own])]
-        for kind in AXES:
-            points = [half_point(**_curve(r, kind)) for r in own if r["corruptions"]]
-            cells.append(_points(points, own, kind))
-        rows.append(cells)
+        if own := at(runs, mixer, rate):
+            clean = percent_text([r["test_accuracy"] for r in own])
+            rows.append([label(mixer), f"{rate:g}", len(own), clean, *(_half_points(own, kind) for kind in AXES)])
     header = ["model", "rate", "seeds", "clean test accuracy", *(f"half lost at {kind}" for kind in AXES)]
-    lines += [markdown(header, rows), ""]
-    table = []
-    for rate in sorted({r["rate"] for r in runs}):
-        table.append(
-            [f"{rate:g}", *(_percent([r["test_accuracy"] for r in at(runs, m, rate)]) for m in mixers_of(runs))]
-        )
-    lines += [markdown(["rate", *(f"{NAMES[m]}, clean" for m in mixers_of(runs))], table)]
+    parts = [text, markdown(header, rows)]
+    rows = [
+        [f"{rate:g}", *(percent_text([r["test_accuracy"] for r in at(runs, m, rate)]) for m in mixers_of(runs))]
+        for rate in rates_of(runs)
+    ]
+    parts.append(markdown(["rate", *(f"{label(m)}, clean" for m in mixers_of(runs))], rows))
     if setting == "strict":
-        equal = []
-        for rate in sorted({r["rate"] for r in runs}):
+        rows = []
+        for rate in rates_of(runs):
             for mixer in mixers_of(runs):
-                own = [r for r in at(runs, mixer, rate) if r["corruptions"]]
-                if own:
-                    lost = (_points([half_point(**_curve(r, kind)) for r in own], own, kind) for kind in AXES)
-                    equal.append([f"{rate:g}", NAMES[mixer], *lost, *(_area(own, kind) for kind in AXES)])
-        if equal:
+                if own := [r for r in at(runs, mixer, rate) if r["corruptions"]]:
+                    areas = (percent_text([_mean_of(r, kind) for r in own]) for kind in AXES)
+                    rows.append([f"{rate:g}", label(mixer), *(_half_points(own, kind) for kind in AXES), *areas])
+        if rows:
             header = ["rate", "model", *(f"half lost at {kind}" for kind in AXES), *(f"mean over {k}" for k in AXES)]
-            lines += ["", "At equal rates; the mean accuracy over all levels is the area under the curve.", ""]
-            lines += [markdown(header, equal)]
-        lines += _pairs(runs)
-    return "\n".join(lines)
+            parts.append("At equal rates; the mean accuracy over all levels is the area under the curve.")
+            parts.append(markdown(header, rows))
+        parts += _pairs(runs)
+    return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def _pairs(runs: Sequence[Run]) -> list[str]:
@@ -167,13 +154,11 @@ def _pairs(runs: Sequence[Run]) -> list[str]:
         own = [r for r in runs if r["mixer"] == exact and r["corruptions"] and (r["rate"], r["seed"]) in others]
         for measure in ("clean", *AXES) if own else ():
             gains = [100 * (_mean_of(r, measure) - _mean_of(others[r["rate"], r["seed"]], measure)) for r in own]
-            mean, spread = mean_and_spread(gains)
             above = f"{sum(gain > 0 for gain in gains)} of {len(gains)}"
-            rows.append([f"{NAMES[exact]} above {NAMES[euler]}", measure, above, f"{mean:+.2f} ± {spread:.2f}"])
-    if not rows:
-        return []
+            rows.append([f"{label(exact)} above {label(euler)}", measure, above, mean_text(gains, sign=True)])
     header = ["pairs of equal rate and seed", "accuracy", "pairs", "difference in points"]
-    return ["", "Pair by pair; under a corruption, the mean accuracy over all levels.", "", markdown(header, rows)]
+    text = "Pair by pair; under a corruption, the mean accuracy over all levels."
+    return [text, markdown(header, rows)] if rows else []
 
 
 def _mean_of(run: Run, measure: str) -> float:
@@ -183,50 +168,32 @@ def _mean_of(run: Run, measure: str) -> float:
     return mean_and_spread(run["corruptions"][measure]["accuracy"])[0]
 
 
-def _curve(run: Run, kind: str) -> dict[str, list[float]]:
-    curve = run["corruptions"][kind]
-    return {"levels": curve["level"], "accuracy": curve["accuracy"]}
-
-
-def _percent(values: Sequence[float]) -> str:
-    if not values:
-        return "missing"
-    mean, spread = mean_and_spread(values)
-    return f"{100 * mean:.2f} % ± {100 * spread:.2f}"
-
-
-def _points(points: Sequence[float | None], own: Sequence[Run], kind: str) -> str:
-    """Mean half-accuracy point; how many seeds never lose half stands beside."""
+def _half_points(own: Sequence[Run], kind: str) -> str:
+    """Mean half-accuracy point of the seeds that lose half, and how many never do."""
+    curves = [r["corruptions"][kind] for r in own if r["corruptions"]]
+    points = [half_point(curve["level"], curve["accuracy"]) for curve in curves]
     reached = [p for p in points if p is not None]
-    if not points:
-        return "missing"
-    if not reached:
-        return f"never (to {own[0]['corruptions'][kind]['level'][-1]:g})"
-    mean, spread = mean_and_spread(reached)
+    if points and not reached:
+        return f"never (to {curves[0]['level'][-1]:g})"
     never = len(points) - len(reached)
-    shown = f"{mean:.2f} ± {spread:.2f}" if len(reached) > 1 else f"{mean:.2f}"
-    return shown + (f" ({never} of {len(points)} never)" if never else "")
+    return mean_text(reached) + (f" ({never} of {len(points)} never)" if never else "")
 
 
-def _area(own: Sequence[Run], kind: str) -> str:
-    return _percent([_mean_of(r, kind) for r in own])
-
-
-def _draw(axis: Any, runs: Sequence[Run], mixer: str, kind: str, label: str) -> None:
+def _draw(axis: Any, runs: Sequence[Run], mixer: str, kind: str, text: str) -> None:
     curves = [r["corruptions"][kind] for r in runs if r["corruptions"]]
-    if not curves:
-        return
-    points = [mean_and_spread(c["accuracy"][n] for c in curves) for n in range(len(curves[0]["level"]))]
-    mean, low, high = zip(*((m, m - s, m + s) for m, s in points))
-    axis.plot(curves[0]["level"], mean, color=COLOURS[mixer], marker="o", markersize=3, label=label)
-    axis.fill_between(curves[0]["level"], low, high, color=COLOURS[mixer], alpha=0.2, linewidth=0)
+    if curves:
+        levels = curves[0]["level"]
+        points = [mean_and_spread(c["accuracy"][n] for c in curves) for n in range(len(levels))]
+        axis.plot(levels, [m for m, _ in points], color=colour(mixer), marker="o", markersize=3, label=text)
+        low, high = zip(*((m - s, m + s) for m, s in points))
+        axis.fill_between(levels, low, high, color=colour(mixer), alpha=0.2, linewidth=0)
 
 
 def _figure1(setting: str, runs: Sequence[Run], rates: dict[str, float], path: Path) -> None:
     figure, axes = new_figure(1, 3)
     for axis, kind in zip(axes[0], AXES):
         for mixer, rate in rates.items():
-            _draw(axis, at(runs, mixer, rate), mixer, kind, f"{NAMES[mixer]}, lr {rate:g}")
+            _draw(axis, at(runs, mixer, rate), mixer, kind, f"{label(mixer)}, lr {rate:g}")
         axis.set(xlabel=AXES[kind], ylabel="test accuracy", ylim=(0, 1))
     axes[0][0].legend(fontsize=8)
     figure.suptitle(f"sMNIST under corruption, setting {setting}; mean and spread over seeds", fontsize=9)
@@ -234,30 +201,27 @@ def _figure1(setting: str, runs: Sequence[Run], rates: dict[str, float], path: P
 
 
 def _figure2(runs: Sequence[Run], path: Path) -> None:
-    rates = sorted({r["rate"] for r in runs})
+    rates = rates_of(runs)
     figure, axes = new_figure(2, len(rates), width=2.6)
     for column, rate in enumerate(rates):
         for mixer in mixers_of(runs):
             for number, run in enumerate(at(runs, mixer, rate)):
-                label = NAMES[mixer] if number == 0 else None
-                for row, name in enumerate(("loss", "accuracy")):
-                    curve = run["train"]
-                    axes[row][column].plot(
-                        curve["step"], curve[name], color=COLOURS[mixer], lw=1, alpha=0.8, label=label
-                    )
+                text, curve = label(mixer) if number == 0 else None, run["train"]
+                for axis, name in zip(axes[:, column], ("loss", "accuracy")):
+                    axis.plot(curve["step"], curve[name], color=colour(mixer), lw=1, alpha=0.8, label=text)
         axes[0][column].set(title=f"lr {rate:g}", ylabel="training loss" if column == 0 else None, ylim=(0, 2.5))
         axes[1][column].set(xlabel="step", ylabel="training accuracy" if column == 0 else None, ylim=(0, 1))
     axes[0][0].legend(fontsize=8)
     save_figure(figure, path)
 
 
-def _equal_rates(runs: Sequence[Run], path: Path) -> None:
-    rates = sorted({r["rate"] for r in runs})
+def _figure_equal_rates(runs: Sequence[Run], path: Path) -> None:
+    rates = rates_of(runs)
     figure, axes = new_figure(len(rates), 3)
-    for row, rate in enumerate(rates):
-        for column, kind in enumerate(AXES):
+    for row, rate in zip(axes, rates):
+        for axis, kind in zip(row, AXES):
             for mixer in mixers_of(runs):
-                _draw(axes[row][column], at(runs, mixer, rate), mixer, kind, NAMES[mixer])
-            axes[row][column].set(xlabel=AXES[kind], ylabel=f"accuracy, lr {rate:g}", ylim=(0, 1))
+                _draw(axis, at(runs, mixer, rate), mixer, kind, label(mixer))
+            axis.set(xlabel=AXES[kind], ylabel=f"accuracy, lr {rate:g}", ylim=(0, 1))
     axes[0][0].legend(fontsize=8)
     save_figure(figure, path)

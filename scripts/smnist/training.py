@@ -1,13 +1,12 @@
-"""Sequential MNIST: the paper's one-layer classifier [paper, section 4], a stack of them trained as one, and its tests
-under corruption.
+"""Sequential MNIST: the paper's one-layer classifier [paper, section 4], M of them trained as one, and their tests.
 
     x_t = GELU(w p_t + position_t)                       pixel p_t, no bias; position table N(0, 0.02^2)
     q, k, v = W x (Xavier, no bias);  beta = sigmoid(w_b x + b), b = -2 at the start
     S_t by the rule;  o_T = S_T^T q_T;  logits = W_o LayerNorm(o_T) + b_o
 
-One head of 64, q L2-normalised, k in DeltaNet only, no convolution, no pooling; the read-out has no scale. Only the
-last token is read, so only its query is made, and `efla_kernels.last_weights` gives o_T = W_v sum_t m_t x_t without a
-state or a value per token. The gated rules and Mamba-2's core (by its state) stand in the same place, as extras.
+One head of 64; q is L2-normalised, k in DeltaNet only; no convolution, no pooling, no scale. The classifier reads the
+last token only, so it computes one query, and `efla_kernels.last_weights` gives o_T = W_v sum_t m_t x_t without a state
+or a value per token. Beyond the paper, `mixer` may be a gated rule or Mamba-2's core (which goes through its state).
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from efla_data.tasks.smnist import DEVIATION, LEVELS, MEAN, Corruptions
 from numpy.typing import NDArray
 from torch import Tensor
 
-from scripts.study.rules import RECURRENT_MIXERS, StackedGates, StackedSsd, read_last
-from scripts.study.stack import (
+from scripts.stacked.modules import (
     StackedAdamW,
     StackedLinear,
     StackedModule,
@@ -37,6 +35,7 @@ from scripts.study.stack import (
     uniform,
     xavier,
 )
+from scripts.stacked.rules import RECURRENT_MIXERS, StackedGates, StackedSsd, read_last
 
 WIDTH, CLASSES = 64, 10
 EVALUATION_ROWS = {"cpu": 256, "cuda": 4096}  # sequences in flight without gradients: caches, memory (6 GiB)
@@ -86,7 +85,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What happens to pixels in [0, 1] after corruption and before the model."""
+    """Applied to pixels in [0, 1] after corruption and before the model."""
 
     normalise: bool = False  # subtract MNIST's mean, divide by its deviation
     clip: bool = False  # back into [0, 1] after the corruption
@@ -118,11 +117,11 @@ def train(
     labels: Tensor,
     plan: TrainingPlan,
     prepare: Preparation,
-    report: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+    progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> list[dict[str, list[float]]]:
     """Train all members, each on its seed's order of the images; pixels [N, T] and labels [N] on the model's device.
 
-    Returns each member's curve: mean loss and accuracy on the training batches since the point before, by step.
+    Returns each member's curve: by step, mean loss and accuracy on the training batches since the previous point.
     """
     device = pixels.device
     initialise(model, [member.seed for member in members])
@@ -153,7 +152,7 @@ def train(
                 curve["step"].append(step + 1)
                 curve["loss"].append(round(one_loss, 6))
                 curve["accuracy"].append(round(one_accuracy, 6))
-            report(step + 1, steps, float(np.median(loss)))
+            progress(step + 1, steps, float(np.median(loss)))
             sums.zero_()
             counted = 0
     return curves
@@ -184,9 +183,7 @@ def under_corruption(
     models = model.position.shape[0]
     found: list[dict[str, dict[str, list[float]]]] = [{} for _ in range(models)]
     for kind, levels in LEVELS.items():
-        table = []
-        for level in levels:
-            table.append(accuracy(model, corruptions.apply(kind, level), labels, prepare))
+        table = [accuracy(model, corruptions.apply(kind, level), labels, prepare) for level in levels]
         for member, result in enumerate(found):
             result[kind] = {"level": list(levels), "accuracy": [row[member] for row in table]}
     return found
@@ -201,7 +198,7 @@ def chosen(model: Classifier, members: Sequence[int]) -> Classifier:
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """(result, seconds) with the device's queue drained."""
+    """(result, seconds) of work, including what it left in the queue of the device."""
     start = time.perf_counter()
     result = work()
     if device.type == "cuda":

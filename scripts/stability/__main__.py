@@ -19,10 +19,11 @@ from efla_lm.devices import choose_device
 from efla_lm.errors import UserError
 from efla_lm.evaluation import checkpoints
 from efla_lm.evaluation.settings import CHECKPOINT
-from efla_lm.settings import PATH, PATH_OR_HUB, check_output, entry, key
+from efla_lm.settings import PATH, PATH_OR_HUB, entry, key
 from scripts.stability.discretisation import euler_error, record, survival
 from scripts.stability.report import write_report
-from scripts.study.results import environment, read_json, write_json
+from scripts.study import result_file
+from scripts.study.checks import expect_above_zero, expect_at_least
 
 
 @dataclass
@@ -31,8 +32,8 @@ class StabilitySettings:
 
     checkpoint: str | None = key(None, f"{CHECKPOINT}; needed unless replot is given", path=PATH_OR_HUB)
     data_dir: str | None = key(None, "token files whose held-out part is read; null: those of the run", path=PATH)
-    sequences: int = key(8, "windows of held-out text")
-    tokens: int | None = key(None, "length of a window; null: the training context")
+    sequences: int = key(8, "sequences of held-out text")
+    tokens: int | None = key(None, "length of a sequence; null: the training context")
     sizes: list[float] = key([0.1, 0.3, 1.0], "noise on embeddings, in units of their standard deviation")
     seed: int = key(0, "seed of the noise")
     device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
@@ -41,15 +42,12 @@ class StabilitySettings:
     replot: str | None = key(None, "a result file to report on, instead of measuring", path=PATH)
 
     def validate(self) -> None:
-        """Raise UserError for values that no measurement can mean."""
+        """Raise UserError for values that no measurement can use."""
         if self.checkpoint is None and self.replot is None:
             raise UserError("checkpoint: expected a run, an export or a model folder (or replot=FILE.json)")
-        for name in ("sequences", "tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 2 - (name == "sequences"):
-                raise UserError(f"{name}: got {value}, expected at least {2 - (name == 'sequences')}")
-        if not self.sizes or min(self.sizes) <= 0:
-            raise UserError(f"sizes: got {self.sizes}, expected at least one, each above 0")
+        expect_at_least(self, 1, "sequences")
+        expect_at_least(self, 2, "tokens")
+        expect_above_zero(self, "sizes")
 
 
 @entry("stability", StabilitySettings)
@@ -57,11 +55,11 @@ def main(settings: StabilitySettings) -> None:
     """Measure the discretisation error of a trained delta-rule model; write JSON, table and figure."""
     folder = Path(settings.out)
     if settings.replot is not None:
-        content = read_json([settings.replot], "stability")[0]
+        content = result_file.read(settings.replot, experiment="stability")
     else:
-        check_output(folder / "stability.json")
+        result_file.check_output(folder / "stability.json")
         content = measure(settings)
-        write_json(folder / "stability.json", content)
+        result_file.write(folder / "stability.json", content)
     print(write_report(content, folder, settings.figures))
     print(f"written to {folder}")
 
@@ -74,7 +72,7 @@ def measure(settings: StabilitySettings) -> dict:
     model, tokenizer = checkpoints.load(checkpoint)
     checkpoints.place(model, "fp32", device)
     tokens = settings.tokens or checkpoints.context_length(model, tokenizer)
-    ids = windows(checkpoint, settings, tokens).to(device)
+    ids = heldout_sequences(checkpoint, settings, tokens).to(device)
     layers = record(model, ids)
     return {
         "experiment": "stability",
@@ -83,21 +81,22 @@ def measure(settings: StabilitySettings) -> dict:
         "mixer": model.config.mixer,
         "sequences": len(ids),
         "tokens": tokens,
-        "environment": environment(device),
+        "environment": result_file.environment(device),
+        "command": result_file.command_line("stability", settings),
         "layers": [euler_error(layer) for layer in layers],
         "survival": survival(model, ids, tuple(settings.sizes), settings.seed),
     }
 
 
-def windows(checkpoint: checkpoints.Checkpoint, settings: StabilitySettings, tokens: int) -> torch.Tensor:
+def heldout_sequences(checkpoint: checkpoints.Checkpoint, settings: StabilitySettings, tokens: int) -> torch.Tensor:
     """[sequences, tokens] ids from the start of the held-out text. Raises UserError where it is too short."""
     folder = Path(settings.data_dir) if settings.data_dir else checkpoints.token_folder(checkpoint)
     text = TokenFile.open(folder, "heldout")
     wanted = settings.sequences * tokens
     if text.num_tokens < wanted:
         raise UserError(
-            f"{folder}: the held-out part has {text.num_tokens} tokens, {settings.sequences} windows of {tokens} need "
-            f"{wanted}; set sequences or tokens lower"
+            f"{folder}: the held-out part has {text.num_tokens} tokens, {settings.sequences} sequences of {tokens} "
+            f"need {wanted}; set sequences or tokens lower"
         )
     return torch.from_numpy(np.asarray(text.tokens[:wanted], dtype=np.int64)).view(settings.sequences, tokens)
 

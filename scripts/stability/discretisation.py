@@ -1,7 +1,7 @@
-"""The discretisation error itself, on a trained model: what an Euler step would have done with the same tokens.
+"""The discretisation error of a trained model: what an Euler step would have done with the same tokens.
 
-For every layer and head of a delta-rule model, its own keys, values, gates and inputs are recorded in one forward pass;
-then three states are computed from them, with lam = |k|^2 of the keys as the rule uses them:
+One forward pass records the keys, values and gates of every layer and head of a delta-rule model. Three states are
+computed from them, with lam = |k|^2 of the keys as the rule uses them:
 
     exact   S_t = (I - a k k^T) S_{t-1} + a k v^T,  a = (1 - exp(-beta lam)) / lam       the flow over a step of beta
     euler   S_t = (I - beta k k^T) S_{t-1} + beta k v^T                                  its explicit Euler step
@@ -32,7 +32,7 @@ EDGES = tuple(10 ** (0.1 * n) for n in range(-50, 21))  # of beta lam's histogra
 
 @dataclass
 class Recorded:
-    """What one layer gave to its rule."""
+    """The inputs of one layer's rule."""
 
     k: Tensor  # [B, T, H, K], as the rule uses it (normalised in the DeltaNets)
     v: Tensor
@@ -41,7 +41,7 @@ class Recorded:
 
 
 def record(model: Any, ids: Tensor) -> list[Recorded]:
-    """Run the model on ids [B, T] and keep what each layer's rule was given.
+    """Run the model on ids [B, T] and record the inputs of each layer's rule.
 
     Raises:
         UserError: the model has no delta rule.
@@ -53,7 +53,7 @@ def record(model: Any, ids: Tensor) -> list[Recorded]:
     layers = [block.mixer for block in model.model.layers]
     rules = [layer.rule for layer in layers]
 
-    def listening(rule: Any) -> Any:
+    def recording(rule: Any) -> Any:
         def run(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any) -> Any:
             unit = mixer in ("deltanet", "gated_deltanet")
             key = efla_kernels.unit_norm(k) if unit else k.float()
@@ -65,7 +65,7 @@ def record(model: Any, ids: Tensor) -> list[Recorded]:
 
     try:
         for layer, rule in zip(layers, rules):
-            layer.rule = listening(rule)
+            layer.rule = recording(rule)
         with torch.no_grad():
             model(input_ids=ids, use_cache=False)
     finally:

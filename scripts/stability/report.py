@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.stability.discretisation import EDGES
-from scripts.study.results import NAMES, markdown, new_figure, save_figure
+from scripts.study.plot import label, new_figure, save_figure
+from scripts.study.table import markdown
 
 
 def write_report(content: dict[str, Any], folder: Path, figures: bool) -> str:
@@ -25,33 +26,28 @@ def _summary(content: dict[str, Any]) -> str:
     rows = []
     for index, layer in enumerate(content["layers"]):
         for number, head in enumerate(layer["heads"]):
-            rows.append(
-                [
-                    index,
-                    number,
-                    f"{head['beta_lam_mean']:.3f}",
-                    f"{head['beta_lam_max']:.3f}",
-                    f"{100 * head['share_beyond_1']:.2f} %",
-                    f"{100 * head['share_beyond_2']:.2f} %",
-                    *map(_number, (head["euler_error_median"], head["euler_error_worst"], head["unit_error_median"])),
-                ]
-            )
-    header = ["layer", "head", "mean beta lam", "largest", "beyond 1", "beyond 2", "Euler error, median"]
-    header += ["worst", "unit keys, median"]
+            sizes = [f"{head[name]:.3f}" for name in ("beta_lam_mean", "beta_lam_max")]
+            shares = [f"{100 * head[name]:.2f} %" for name in ("share_beyond_1", "share_beyond_2")]
+            errors = [_number(head[name]) for name in ("euler_error_median", "euler_error_worst", "unit_error_median")]
+            rows.append([index, number, *sizes, *shares, *errors])
+    header = [
+        "layer", "head", "mean beta lam", "largest", "beyond 1", "beyond 2", "Euler error, median", "worst",
+        "unit keys, median",
+    ]  # fmt: skip
     table = markdown(header, rows)
-    sizes = sorted({row["size"] for row in content["survival"]})
+    noise = sorted({row["size"] for row in content["survival"]})
     survival = [
         [layer, *(f"{row['at_half']:.3f}, {row['at_end']:.3f}" for row in content["survival"] if row["layer"] == layer)]
         for layer in sorted({row["layer"] for row in content["survival"]})
     ]
     return (
-        f"Discretisation error of {NAMES[content['mixer']]} `{content['checkpoint']}` on {content['sequences']} "
+        f"Discretisation error of {label(content['mixer'])} `{content['checkpoint']}` on {content['sequences']} "
         f"sequences of {content['tokens']} tokens: relative difference of the state after the last token between the "
         "exact flow and an Euler step of the same keys and gates (and of the keys normalised).\n\n"
         + table
         + "\nRelative change of the state when the first half's embeddings are disturbed by noise of a size times "
         "their own deviation: at the end of that half, and after the clean second half.\n\n"
-        + markdown(["layer", *(f"size {size:g}" for size in sizes)], survival)
+        + markdown(["layer", *(f"size {size:g}" for size in noise)], survival)
     )
 
 
@@ -76,7 +72,7 @@ def _figure(content: dict[str, Any], path: Path) -> None:
     for n, layer in enumerate(layers):
         counts = [sum(column) for column in zip(*(head["histogram"] for head in layer["heads"]))]
         total = max(sum(counts), 1)
-        shares.plot(centres, [c / total for c in counts], lw=1, label=_label(n, len(layers)))
+        shares.plot(centres, [c / total for c in counts], lw=1, label=_legend(n, len(layers)))
     for edge in (1, 2):
         shares.axvline(edge, color="black", lw=0.8, ls=":")
     shares.set(xlabel="beta lam (dotted: 1 and 2)", ylabel="share of tokens", xscale="log")
@@ -95,6 +91,6 @@ def _draw_survival(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     axis.legend(fontsize=7)
 
 
-def _label(layer: int, layers: int) -> str | None:
+def _legend(layer: int, layers: int) -> str | None:
     """A legend of at most eight layers."""
     return f"layer {layer}" if layer % -(-layers // 8) == 0 else None

@@ -1,1 +1,1 @@
-"""The frame that studies share: result files, small models side by side, progress, checks of settings."""
+"""The frame that all studies share: result file, launcher, table, plot, progress line, checks of settings."""

@@ -13,7 +13,7 @@ from efla_lm.settings import compose
 from scripts.plan import cost, measured
 from scripts.plan.forecast import forecast
 from scripts.plan.settings import PlanSettings
-from scripts.throughput.speed import key
+from scripts.throughput.points import key
 
 Row = dict[str, Any]
 

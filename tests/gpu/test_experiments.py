@@ -16,7 +16,7 @@ from efla_kernels.delta_rule.last_token import RULES
 
 from scripts.mad import training as mad
 from scripts.smnist.training import Classifier
-from scripts.study.stack import initialise
+from scripts.stacked.modules import initialise
 from tests.kernels.last_cases import worst_error
 
 pytestmark = [

@@ -11,7 +11,7 @@ from efla_lm import EflaConfig
 from efla_lm.models.model import EflaBlock
 from efla_lm.models.sequence import describe
 from scripts.mad import training as mad
-from scripts.study.stack import StackedAdamW, StackedLinear, StackedModule, initialise, normal
+from scripts.stacked.modules import StackedAdamW, StackedLinear, StackedModule, initialise, normal
 
 
 class Net(StackedModule):

@@ -12,8 +12,8 @@ from efla_data.tasks.mad import BASELINES, IGNORED, generate
 from scripts.mad import training as mad
 from scripts.mad.__main__ import main
 from scripts.mad.report import PAPER, gather, task_scores
-from scripts.study.results import merge
-from scripts.study.stack import initialise
+from scripts.stacked.modules import initialise
+from scripts.study.result_file import merge
 
 CPU = torch.device("cpu")
 SMALL = mad.Budget(epochs=2, batch=32, test_examples=64)
@@ -109,4 +109,4 @@ def test_command_and_replot(tmp_path, capsys: pytest.CaptureFixture[str]) -> Non
     assert {p.name for p in (tmp_path / "b").iterdir()} == made
     assert json.loads((tmp_path / "b" / "mad.json").read_text()) == content
     assert main.run(["tasks=[recall]"]) == 1
-    assert "expected some of compression" in capsys.readouterr().err
+    assert "expected a list from compression" in capsys.readouterr().err

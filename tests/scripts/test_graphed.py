@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from scripts.study.graphed import GraphedStep
+from scripts.stacked.cuda_graph import GraphedStep
 
 
 def test_every_call_runs_on_a_cpu() -> None:

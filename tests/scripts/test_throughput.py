@@ -17,10 +17,11 @@ import torch
 from efla_lm.errors import UserError
 from efla_lm.settings import TrainSettings, compose
 from scripts.plan import measured
+from scripts.study import launcher
 from scripts.throughput import __main__ as throughput
 from scripts.throughput import forecast as train_forecast
+from scripts.throughput import points
 from scripts.throughput import report as train_report
-from scripts.throughput import speed as train_speed
 from scripts.throughput.point import Point, measure, turn
 from scripts.throughput.settings import ThroughputSettings
 
@@ -131,10 +132,10 @@ def test_stopped_while_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None
             super().__init__(["sleep", "60"] if started else ["false"], **options)
             started.append(self)
 
-    monkeypatch.setattr(train_speed.subprocess, "Popen", Slow)
+    monkeypatch.setattr(launcher.subprocess, "Popen", Slow)
     settings = compose("throughput", [*TINY, "models=[efla,deltanet,mamba2,transformer]"], ThroughputSettings)
     begin = time.monotonic()
-    found = train_speed.run_all(settings, {})
+    found = points.run_all(settings, {})
     assert "skipped" in next(found)
     begun.acquire()
     begun.acquire()  # the second is on its way
@@ -172,7 +173,7 @@ def test_other_machines_figures_are_not_mixed(tmp_path: Path) -> None:
 
 def test_settings_of_a_point_are_train_pys(tmp_path: Path) -> None:
     settings = ThroughputSettings(gpus=4, modes=["ddp"], train=["train.compile=false"], shapes=["8x2048"])
-    plans = train_speed.plans(settings)
+    plans = points.plans(settings)
     assert [p for p in plans if p.impl == "fla" and p.model == "efla"] == []
     assert [p.options for p in plans if p.impl == "fla"] == [()] * 8
     plan = next(p for p in plans if (p.model, p.size) == ("mamba2", "1b3"))
@@ -185,10 +186,10 @@ def test_settings_of_a_point_are_train_pys(tmp_path: Path) -> None:
 
 def test_errors_are_found_in_the_output() -> None:
     output = "Traceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\n"
-    assert train_speed.reason(output + "some warning\n") == "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB"
+    assert launcher.last_error(output + "some warning\n") == "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB"
     ranks = "[rank1]: x.UserError: no room\ntorch.distributed.elastic.ChildFailedError: \n=====\n"
-    assert train_speed.reason(ranks) == "x.UserError: no room"
-    assert train_speed.reason("Killed\n") == "Killed"
+    assert launcher.last_error(ranks) == "x.UserError: no room"
+    assert launcher.last_error("Killed\n") == "Killed"
 
 
 class Counted:

@@ -1,8 +1,7 @@
-"""Several small models of one shape trained as one: a sweep over seeds, rates and weight decays fills a GPU.
+"""Linear layers, norms and AdamW for M models at once.
 
-Every parameter is [M, ...] for M models and every activation [M, B, T, ...]; nothing is shared between the models, and
-the gradient of the sum of their losses is each model's own gradient. The rules run on `efla_kernels` with the models
-laid along the batch. A model that diverges stays alone with its NaN.
+Every parameter is [M, ...] for M models and every activation [M, B, T, ...]. The models share nothing: the gradient of
+the sum of their losses is each model's own gradient, and a model that diverges leaves the others as they are.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def normal(std: float) -> Draw:
 
 
 def uniform(bound: float) -> Draw:
-    """U(-bound, bound); torch's own linear and convolution layers start with bound = fan_in**-0.5."""
+    """U(-bound, bound); torch draws linear and convolution layers with bound = fan_in**-0.5."""
     return lambda shape, generator: torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
@@ -46,17 +45,17 @@ def xavier(inputs: int, outputs: int) -> Draw:
 
 
 class StackedModule(nn.Module):
-    """A module whose parameters carry the rule by which each model's share is drawn."""
+    """A module that knows how each of its parameters is drawn."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rules: dict[str, Draw] = {}
+        self.draws: dict[str, Draw] = {}
 
     def add(self, name: str, models: int, shape: tuple[int, ...], draw: Draw) -> nn.Parameter:
-        """A parameter [M, *shape]; `draw` fills one model's share."""
+        """A parameter [M, *shape]; `draw(shape, generator)` gives the values of one model."""
         parameter = nn.Parameter(torch.empty(models, *shape))
         self.register_parameter(name, parameter)
-        self.rules[name] = draw
+        self.draws[name] = draw
         return parameter
 
 
@@ -66,7 +65,7 @@ def initialise(model: nn.Module, seeds: Sequence[int]) -> None:
     for prefix, module in model.named_modules():
         if not isinstance(module, StackedModule):
             continue
-        for name, draw in module.rules.items():
+        for name, draw in module.draws.items():
             parameter = getattr(module, name)
             for share, seed in zip(parameter, seeds, strict=True):
                 generator = torch.Generator().manual_seed(name_seed(seed, f"{prefix}.{name}"))
@@ -106,11 +105,11 @@ class StackedNorm(StackedModule):
 
 
 class StackedAdamW:
-    """AdamW [Loshchilov and Hutter] with a rate and a weight decay per model, and gradients clipped per model.
+    """AdamW [Loshchilov and Hutter] with a learning rate, a weight decay and a clipped gradient norm for each model.
 
-    The parameters of `model` become views of one matrix [M, P], so a step is a dozen operations whatever their number.
-    Equal, model by model, to `torch.optim.AdamW` after `clip_grad_norm_`. All that changes from step to step lies on
-    the device, so that a CUDA graph can hold a step.
+    Equal, model by model, to `torch.optim.AdamW` after `clip_grad_norm_`. The parameters of `model` become views of one
+    matrix [M, P], so that a step takes a dozen operations. All state is on the device, so that a CUDA graph can hold a
+    step.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class StackedAdamW:
         eps: float = 1e-8,
         clip_norm: float | None = None,
     ) -> None:
-        named = [(name, p) for name, p in model.named_parameters()]
+        named = list(model.named_parameters())
         self.parameters = [p for _, p in named]
         device, models = self.parameters[0].device, len(rates)
         if any(p.shape[0] != models for p in self.parameters):
@@ -145,9 +144,10 @@ class StackedAdamW:
 
     @torch.no_grad()
     def step(self, rates: Tensor | None = None) -> None:
-        """One update at `rates` [M, 1] (those of the start if None); gradients are taken and cleared."""
+        """One step at `rates` [M, 1] (None: the rates given at the start); clears the gradients."""
         rates = self.rates if rates is None else rates
-        gradient = torch.cat([_gradient(p).flatten(1) for p in self.parameters], 1)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        gradient = torch.cat([g.flatten(1) for g in gradients], 1)
         if self.clip_norm is not None:
             norm = gradient.norm(dim=1, keepdim=True)
             gradient *= (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -160,7 +160,3 @@ class StackedAdamW:
         self.flat.sub_(self.first / spread * (rates / (1 - first**self.steps).float()))
         for parameter in self.parameters:
             parameter.grad = None
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from efla_lm.settings import TrainSettings, compose
 from scripts.loss_equality import __main__ as loss_equality
 from scripts.loss_equality import run as equality
 from scripts.loss_equality.run import VARIANTS, EqualitySettings
+from scripts.study import launcher
 from tests.training.corpus import write_corpus
 from tests.training.launch import TINY
 
@@ -27,7 +30,9 @@ def run(corpus: Path, out: Path, *overrides: str) -> int:
 
 
 @pytest.mark.timeout(200)
-def test_variants_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variants_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     corpus, out = write_corpus(tmp_path / "tokens"), tmp_path / "equality.json"
     variants = "variants=[half micro-batches,triton,'2 processes, ddp']"
     assert run(corpus, out, "precision=fp32", variants, "at_once=2") == 1  # triton needs a GPU
@@ -39,6 +44,10 @@ def test_variants_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert all(result["differences"][name]["largest"] < 1e-5 for name in ("half micro-batches", "2 processes, ddp"))
     assert out.with_suffix(".png").stat().st_size > 0
     assert "differs by" in capsys.readouterr().out
+    before = out.read_text()
+    monkeypatch.setattr(equality, "launch", lambda *_: pytest.fail("all is there: nothing is run again"))
+    assert run(corpus, out, "precision=fp32", "variants=[half micro-batches]") == 0
+    assert json.loads(out.read_text())["losses"] == json.loads(before)["losses"]
 
 
 @pytest.mark.timeout(60)
@@ -47,22 +56,40 @@ def test_nothing_goes_on_after_a_reference_that_failed(
     at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither what runs beside it nor what waits for its turn, each of which would take minutes."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[subprocess.Popen[bytes]] = []
 
     def command(settings: EqualitySettings, name: str, runs: Path) -> list[str]:
         code = "raise ValueError('out of luck')" if name == "reference" else "import time; time.sleep(300)"
         return [sys.executable, "-c", code]
 
-    def start(self: equality.Processes, arguments: list[str]) -> subprocess.Popen[str]:
-        started.append(plain(self, arguments))
-        return started[-1]
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, command: list[str], **options: Any) -> None:
+            super().__init__(command, **options)
+            if options.get("start_new_session"):
+                started.append(self)
 
-    plain = equality.Processes.start
     monkeypatch.setattr(equality, "command", command)
-    monkeypatch.setattr(equality.Processes, "start", start)
+    monkeypatch.setattr(launcher.subprocess, "Popen", Noted)
     assert run(tmp_path, tmp_path / "equality.json", f"at_once={at_once}") == 1
     assert "ValueError: out of luck" in capsys.readouterr().out
     assert 1 <= len(started) <= at_once + 1 and all(process.wait(5) for process in started)
+
+
+def test_a_loaded_machine_has_as_long_as_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without limit_s no launch is cut off; with it, what is left over is named and not started."""
+    limits: list[float | None] = []
+
+    class Slow:
+        def run(self, command: list[str], limit_s: float | None) -> launcher.Outcome:
+            limits.append(limit_s)
+            return launcher.Outcome(None, "")
+
+    assert EqualitySettings().limit_s is None
+    assert (
+        equality.launch(EqualitySettings(), "compiled", tmp_path, math.inf, Slow()) == "not done when limit_s was over"
+    )
+    assert equality.launch(EqualitySettings(), "compiled", tmp_path, 0.0, Slow()) == "not run: limit_s was over"
+    assert limits == [None]
 
 
 def test_differences_by_hand() -> None:

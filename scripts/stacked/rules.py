@@ -1,4 +1,4 @@
-"""The recurrent rules for stacked models, on the ops of `efla_kernels`: projections' outputs in, read-outs out."""
+"""The recurrent mixers of M models at once, on the ops of `efla_kernels`: the models are laid along the batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from efla_lm.models.config import GATED_MIXERS
 from efla_lm.models.init import DT_FLOOR, DT_RANGE
-from scripts.study.stack import Draw, StackedLinear, StackedModule
+from scripts.stacked.modules import Draw, StackedLinear, StackedModule
 
 RULES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
     "efla": efla_kernels.efla,
@@ -67,19 +67,14 @@ def run_rule(
 
 
 def read_last(mixer: str, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], *, backend: str) -> Tensor:
-    """The last token's read-out alone, o_T = S_T^T q_T / |q_T| = sum_t m_t v_t.
+    """The output of the last token alone, o_T = S_T^T q_T / |q_T| = sum_t m_t v_t.
 
-    q [M, B, H, K], k [M, B, T, H, K] and v [M, B, T, H, V] -> [M, B, H, V]. It is linear in v: it may be given what v
-    is projected from, and its result be projected.
+    q [M, B, H, K], k [M, B, T, H, K] and v [M, B, T, H, V] -> [M, B, H, V]. It is linear in v: the caller may pass the
+    input of the value projection and project the result.
     """
     rows = [x.flatten(0, 1) for x in (q, k, *gates)]
     m = efla_kernels.last_weights(mixer, *rows, backend=backend).unflatten(0, k.shape[:2])
     return (m.transpose(2, 3).unsqueeze(-2) @ v.transpose(2, 3)).squeeze(-2)
-
-
-def _read(state: Tensor, q: Tensor) -> Tensor:
-    """S^T q: [M, B, H, K, V] and [M, B, H, K] -> [M, B, H, V]."""
-    return (q.unsqueeze(-2) @ state.to(q.dtype)).squeeze(-2)
 
 
 class StackedSsd(StackedModule):
@@ -100,7 +95,8 @@ class StackedSsd(StackedModule):
         """The last token's y [M, B, H, P] alone; C [M, B, H, N] of that token, one group per head."""
         _, state = efla_kernels.ssd(*self._rows(x, raw_dt, B, B), output_final_state=True, backend=backend)
         assert state is not None
-        return _read(state.unflatten(0, x.shape[:2]), C) + self.D[:, None, :, None] * x[:, :, -1]
+        y = C.unsqueeze(-2) @ state.unflatten(0, x.shape[:2]).to(C.dtype)
+        return y.squeeze(-2) + self.D[:, None, :, None] * x[:, :, -1]
 
     def _rows(self, x: Tensor, raw_dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, ...]:
         dt = F.softplus(raw_dt + self.dt_bias[:, None, None])

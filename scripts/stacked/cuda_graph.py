@@ -1,4 +1,4 @@
-"""A training step as a CUDA graph: hundreds of small kernels for one launch."""
+"""A training step as a CUDA graph: one launch in the place of hundreds of small kernels."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import torch
 
 
 class GraphedStep:
-    """`work()` again and again, from a graph where there is a GPU.
+    """Calls `work()`; on a GPU the third call records it as a CUDA graph, and later calls replay the graph.
 
-    `work` reads and writes tensors that stay where they are (its inputs are copied into them before a call) and leaves
-    nothing behind in Python: after the first calls, which run as they are written so that kernels are compiled and
-    loaded, what it launches is recorded once and replayed. Elsewhere than on a GPU every call runs as it is written.
+    `work` reads and writes tensors at fixed addresses (the caller copies inputs into them before a call) and changes
+    nothing else in Python. The first two calls run eagerly, so that kernels are compiled and loaded.
     """
 
     EAGER = 2
@@ -21,7 +20,7 @@ class GraphedStep:
         self.work = work
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
-        # a stream of its own: autograd would otherwise order a recorded backward pass after work on the usual one
+        # on the default stream autograd would order a recorded backward pass after other work
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self) -> None:
@@ -43,7 +42,7 @@ class GraphedStep:
     def _record(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.stream.device if self.stream else None)
-        # thread_local: autograd launches the backward pass from a thread of its own
+        # thread_local: autograd launches the backward pass from another thread
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             self.work()
         return graph

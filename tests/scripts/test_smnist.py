@@ -26,8 +26,8 @@ from scripts.smnist.training import (
     chosen,
     train,
 )
-from scripts.study.rules import RECURRENT_MIXERS
-from scripts.study.stack import initialise
+from scripts.stacked.modules import initialise
+from scripts.stacked.rules import RECURRENT_MIXERS
 
 
 def test_npz_and_idx_give_the_same_digits(tmp_path: Path) -> None:

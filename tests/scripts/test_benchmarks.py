@@ -14,7 +14,7 @@ from efla_kernels.selftest.accuracy import relative_errors
 
 from efla_lm.errors import UserError
 from scripts.bench import __main__ as bench
-from scripts.bench import calls, decoding, mamba_calls, report, run
+from scripts.bench import calls, decoding, mamba_calls, measure, report, run
 from scripts.bench.settings import WIDEST, BenchSettings
 from scripts.bench.timing import Timing
 
@@ -298,13 +298,13 @@ def test_rows_are_in_the_file_as_soon_as_they_are_measured(tmp_path: Path, monke
     """A process that is killed cannot clean up: the file is whole after every row."""
 
     def two_rows(*_: Any) -> Iterator[dict[str, Any]]:
-        for count in (1, 2):
-            yield small("efla").row("ours", "fwd") | {"skipped": f"row {count}"}
+        for count, direction in enumerate(("fwd", "fwd_bwd"), 1):
+            yield small("efla").row("ours", direction) | {"skipped": f"row {count}"}
             assert len(json.loads((tmp_path / "ops.json").read_text())["rows"]) == count
         raise RuntimeError("killed")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench, "describe_environment", dict)
+    monkeypatch.setattr(measure, "describe_environment", dict)
     monkeypatch.setattr(run, "measure_op", two_rows)
     with pytest.raises(RuntimeError, match="killed"):
         bench.main.run(["ops=[efla]", "heads=[2]", "workers=0", f"out={tmp_path}/ops.json"], program="bench")
