@@ -31,6 +31,7 @@ class Rule:
         option: its name in conf/model.
         gated: its state decays by a learned gate; unless the config says otherwise its output norm has a swish gate.
         unit_keys: the op normalises keys to length 1 (queries always).
+        value_power: p for an op that gets values v |k|^p, which makes it another model (`efla_kernels.scaled_values`).
         mlp: its blocks hold a SwiGLU unless the config says otherwise.
         euler: for an exact solution, the row that takes an explicit Euler step of the same equation.
         fla, transformers: its twin in flash-linear-attention and in transformers.
@@ -43,6 +44,7 @@ class Rule:
     option: str
     gated: bool = False
     unit_keys: bool = False
+    value_power: int = 0
     mlp: bool = True
     euler: str | None = None
     fla: Twin | None = None
@@ -50,7 +52,7 @@ class Rule:
 
     @property
     def delta(self) -> bool:
-        """Whether `DeltaMixer` computes it: one of the paper's four delta rules."""
+        """Whether `DeltaMixer` computes it: the paper's four delta rules, and the factorial between two of them."""
         return self.mixer == DELTA_MIXER
 
     def mixer_class(self) -> Any:
@@ -71,6 +73,14 @@ RULES: dict[str, Rule] = {
     "gated_deltanet": Rule(
         "Gated DeltaNet", "#85c1e9", DELTA_MIXER, op="gated_deltanet", option="gated_deltanet", gated=True,
         unit_keys=True, fla=Twin("gated_deltanet", "GatedDeltaNet"),
+    ),
+    # The factorial between DeltaNet and EFLA, which differ in the gate and in the values' scale.
+    "efla_gate": Rule(
+        "DeltaNet with EFLA's gate", "#8e44ad", DELTA_MIXER, op="efla", option="efla_gate", value_power=1
+    ),
+    "efla_value": Rule(
+        "DeltaNet with EFLA's values", "#16a085", DELTA_MIXER, op="deltanet", option="efla_value", unit_keys=True,
+        value_power=-1,
     ),
     "mamba2": Rule(
         "Mamba-2", "#7d8a2e", "efla_lm.models.mixers.mamba2:Mamba2Mixer", op="mamba2", option="mamba2", mlp=False,

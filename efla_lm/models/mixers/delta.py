@@ -7,6 +7,7 @@ All four share everything but the op, and the gated two add a decay and an outpu
     y = W_o (RMSNorm(o) [* silu(W_g x)])
 
 The op normalises q in all four, k in the DeltaNets only, and derives erase, write and decay from beta, |k|^2 and g.
+Two more models stand between DeltaNet and EFLA: their op gets v |k| or v / |k| (`Rule.value_power`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class DeltaMixer(nn.Module):
         self.rule_name, self.norm_eps = str(config.rule.op), config.norm_eps
         self.rule = getattr(efla_kernels, self.rule_name)
         self.qkv_proj = Linear(hidden, 3 * width)
-        # without a decay, and where states are kept, the rule's backward pass does not read v
-        leaves_v = not config.rule.gated and config.backend != "triton_recompute"
+        self.value_power = config.rule.value_power
+        # without a decay, and where states are kept, the rule's backward pass does not read v; that of its scale does
+        leaves_v = not config.rule.gated and config.backend != "triton_recompute" and self.value_power == 0
         self.qkv_conv = ShortConvolution(
             (width, width, width), config.conv_size, last_apart=leaves_v, backend=config.backend
         )
@@ -51,11 +53,6 @@ class DeltaMixer(nn.Module):
             self.o_norm = GatedRMSNorm(config.head_dim, config.norm_eps, backend=config.backend)
         self.o_proj = Linear(width, hidden)
 
-    @staticmethod
-    def flops_per_token(config: EflaConfig, context: int) -> float:
-        """6 H K V: read k^T S, rank-one update, read S^T q. Chunked forms compute more."""
-        return 6 * config.key_size * config.head_dim
-
     def forward(self, x: Tensor | Normed, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
         """[B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
         wide = [self.qkv_proj] if self.g_proj is None else [self.qkv_proj, self.g_proj]
@@ -67,6 +64,8 @@ class DeltaMixer(nn.Module):
         *parts, conv_state = self.qkv_conv(qkv, None if layer is None else layer.conv, info, projections.row_scale)
         # The convolution carries tokens into padding on their right: k = v = 0 there keeps the state as it is.
         q, k, v = (info.hide_padding(part).unflatten(-1, (self.heads, self.head_dim)) for part in parts)
+        if self.value_power:
+            v = efla_kernels.scaled_values(v, k, self.value_power)
         gates = [projections.narrow[0]]
         if self.decay is not None:
             gates.append(info.hide_padding(self.decay(projections.narrow[1])))  # 0: padding does not decay
@@ -84,7 +83,7 @@ class DeltaMixer(nn.Module):
 
     def _decodes(self, x: Tensor, info: SequenceInfo, layer: LayerState) -> bool:
         """Whether this pass is one token per sequence that the fused step may serve: no gradient, nothing masked."""
-        if x.shape[1] != 1 or layer.conv is None or layer.state is None or torch.is_grad_enabled():
+        if self.value_power or x.shape[1] != 1 or layer.conv is None or layer.state is None or torch.is_grad_enabled():
             return False
         plain = info.mask is None and info.cu_seqlens is None and not torch.compiler.is_compiling()
         if not plain or self.qkv_conv.weight.device != x.device:  # an offloaded weight comes with its module's call

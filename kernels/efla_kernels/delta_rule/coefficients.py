@@ -184,6 +184,22 @@ def unit_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
 
 
+def scaled_values(v: Tensor, k: Tensor, power: int, eps: float = 1e-6) -> Tensor:
+    """v |k|^power with |k| = sqrt(|k|^2 + eps), computed in fp32 (fp64 kept) and returned in v's dtype.
+
+    v: [..., V]; k: [..., K], raw; power: 1 or -1 (ValueError otherwise). eps is that of `unit_norm`, so that value and
+    gradient stay finite at k = 0, where a norm clipped from below (1e-12 in the paper) would divide by the clip.
+
+    EFLA is DeltaNet with the gate beta' = 1 - exp(-beta |k|^2) and values v / |k|, since for k^ = k / |k|
+    a k k^T = beta' k^ k^T and a k v^T = beta' k^ (v / |k|)^T. So `efla` on v |k| changes the gate alone, and `deltanet`
+    on v / |k| the values alone.
+    """
+    if power not in (1, -1):
+        raise ValueError(f"power: expected 1 or -1, got {power}")
+    squared = (squared_norm(k) + eps).unsqueeze(-1)
+    return (widened(v) * (squared.sqrt() if power == 1 else squared.rsqrt())).to(v.dtype)
+
+
 def _same_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     return tuple(torch.broadcast_tensors(*(t.to(dtype) for t in tensors)))
