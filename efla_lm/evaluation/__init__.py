@@ -1,6 +1,6 @@
-"""Evaluation of language models: checkpoints in, numbers that can be trusted out.
+"""Evaluation of language models by lm-eval.
 
 `checkpoints` finds and loads a model, `tokens` turns text into ids, `scoring` sums log-probabilities, `harness` is the
-face that lm-eval sees, `tasks` and `heldout` bring the documents, `runner` puts them together, `results` writes them.
-lm_eval is imported in this folder only, and here not at import time of the package.
+model that lm-eval calls, `tasks` and `heldout` load documents, `runner` runs tasks on a model, `results` writes the
+numbers. `live` evaluates a model in training. Only modules of this folder import lm_eval, which takes seconds.
 """

@@ -13,8 +13,8 @@ from efla_lm.evaluation.tokens import TokenPolicy
 
 
 class TextPieces(BaseStreamer):
-    """Hands on new text as soon as it cannot change any more: a character may take several tokens, and the space
-    before a word may show only when the token before it is decoded as well."""
+    """Passes on new text once it is final: a character may take several tokens, and the space before a word may show
+    only if the token before it is decoded too."""
 
     OVERLAP = 4  # tokens before the new ones that are decoded with them
 
@@ -22,7 +22,7 @@ class TextPieces(BaseStreamer):
         self.tokenizer = tokenizer
         self.on_text = on_text
         self.ids: list[int] = []
-        self.shown = 0  # tokens whose text has been handed on; the prompt counts as shown
+        self.shown = 0  # tokens whose text was passed on; the prompt counts as shown
 
     def put(self, value: torch.Tensor) -> None:
         is_prompt = not self.ids
@@ -59,7 +59,7 @@ def complete(
     seed: int = 42,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> int:
-    """Continue `prompt`, handing each piece of text to `on_text`; returns the number of new tokens.
+    """Continue `prompt`, pass each piece of text to `on_text`, and return the number of new tokens.
 
     temperature 0 takes the most probable token each time; above 0 it samples, from the `top_k` most probable tokens
     (None: all) and of those from the smallest set that holds the probability `top_p`. EOS ends the text early.

@@ -1,4 +1,4 @@
-"""The model as lm-eval sees it: requests in text, answers from `TokenPolicy` and `Scorer`."""
+"""The model that lm-eval calls: requests are text, `TokenPolicy` and `Scorer` answer them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ DEFAULT_NEW_TOKENS = 256  # lm-eval's own default
 class HarnessLM(TemplateLM):
     """lm-eval model over any Hugging Face causal model.
 
-    Every process hands lm-eval all requests and receives all answers: the work is shared inside `Scorer`, by batches,
-    so lm-eval's own division by documents stays off (`rank` 0 of 1 on every process) and a task with fewer documents
-    than processes is no special case.
+    Every process gets all requests from lm-eval and returns all answers. `Scorer` shares the batches among processes:
+    lm-eval's own split by documents stays off (`rank` 0 of 1 on every process).
     """
 
     backend = "causal"
@@ -71,7 +70,7 @@ class HarnessLM(TemplateLM):
         prompts = self.policy.contexts([request.args[0] for request in requests])
         options = [_Options(request.args[1], self.tokenizer, self.eot_token_id) for request in requests]
         batches = list(self._generation_batches(prompts, options))
-        # a sharded model generates on all processes together: each does all of it
+        # a sharded model generates on all processes together
         mine = batches if self.scorer.lockstep else batches[self.scorer.rank :: self.scorer.world_size]
         done: list[tuple[int, str]] = []
         for numbers in tqdm(mine, desc="generating", disable=None if self.scorer.rank == 0 else True, leave=False):

@@ -20,7 +20,7 @@ def documents(folder: Path, tokenizer: Any) -> tuple[list[dict[str, str]], dict[
     """(documents, description) of the held-out split: BOS and EOS cut off, the rest decoded to text.
 
     Raises:
-        MissingTask: the folder holds no held-out token file, or no text.
+        MissingTask: the folder has no held-out token file, or the file has no text.
     """
     try:
         tokens = TokenFile.open(folder, "heldout")
@@ -45,7 +45,7 @@ def documents(folder: Path, tokenizer: Any) -> tuple[list[dict[str, str]], dict[
 
 
 def load_heldout(folder: Path, tokenizer: Any) -> TaskSet:
-    """The task `heldout`: word and byte perplexity and bits per byte over whole documents, in rolling windows."""
+    """The task `heldout`: word and byte perplexity and bits per byte of whole documents, in rolling windows."""
     rows, description = documents(folder, tokenizer)
     table = datasets.Dataset.from_list(rows)
 

@@ -1,4 +1,4 @@
-"""With or without a network: nothing waits for a hub that cannot be reached."""
+"""Go offline at once if the hub cannot be reached, in place of a timeout for every request."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PROBE_SECONDS = 5.0
 
 
 def go_offline() -> None:
-    """Make every Hugging Face client of this process refuse requests at once; their caches still serve."""
+    """Make every Hugging Face client of this process use its cache only."""
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
-    # the libraries read the environment when they are imported, which has already happened
+    # the libraries have read the environment already, when they were imported
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     datasets.config.HF_HUB_OFFLINE = datasets.config.HF_DATASETS_OFFLINE = True
 

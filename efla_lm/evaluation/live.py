@@ -1,8 +1,8 @@
-"""Tasks on the model of a training run, in the middle of it: `eval.every`, `eval.tasks`.
+"""Tasks on a model in training (`eval.every`, `eval.tasks`).
 
-The run is not disturbed: no weight, moment or random stream changes, the model goes back to training mode, and graphs
-that were compiled for training are neither used nor touched. All ranks take part, since the weights are sharded over
-them: they make equally many forward passes, of no more tokens than a micro-batch of training, and share the rows.
+Evaluation changes nothing of the run: weights, optimiser state, random streams, training mode and compiled graphs stay
+as they are. All ranks take part because the weights are sharded over them. They make equally many forward passes, of at
+most as many tokens as a micro-batch, and share the rows.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class LiveEvaluation:
     """Evaluates a model in training each time `run` is called, by all ranks together.
 
     Args:
-        tokenizer_dir: the tokenizer of the token files, which says itself whether a text opens with BOS.
-        token_dir: the token files; their held-out text is `heldout`.
-        context, micro_tokens: positions of a training window and of a micro-batch.
+        tokenizer_dir: the tokenizer of the token files; it says whether a text opens with BOS.
+        token_dir: the token files; the task `heldout` reads their held-out text.
+        context, micro_tokens: positions of a training sequence and of a micro-batch.
 
     Raises:
-        UserError: a task that cannot be had, before training starts rather than in the middle of it.
+        UserError: a task cannot be loaded. The constructor loads all, so this happens before training starts.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class LiveEvaluation:
     def run(self, model: EflaForCausalLM, check: Callable[[], None] = lambda: None) -> dict[str, float]:
         """`eval/TASK/METRIC` of all tasks, on every rank.
 
-        model: the (sharded) model that is being trained. check: called before each forward pass that scores, equally
-        often on all ranks; what it raises ends the evaluation.
+        model: the model in training, sharded or not. check: called before each scoring pass, equally often on all
+        ranks; an exception that it raises ends the evaluation.
         """
         scorer = Scorer(model, self._context, "auto", self._world, lockstep_tokens=self._micro_tokens, check=check)
         try:
             with torch.compiler.set_stance("force_eager"):
                 found = run_tasks(HarnessLM(scorer, self._policy), self._task_sets, limit=self._limit, bootstrap=0)
         finally:
-            reshard(model)  # a forward pass without a backward one leaves the weights gathered
+            reshard(model)  # a forward pass without a backward pass leaves the weights gathered
         return {f"eval/{task}/{metric}": value for task, metric, value, _, _ in rows(found)}

@@ -1,4 +1,4 @@
-"""Tasks on a model: used by `eval.py` on a checkpoint, and usable on the live model of a training run."""
+"""Load tasks and run them on a model: for `eval.py`, and for a model in training (`live`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from lm_eval import utils as harness_utils
 from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
 
-from efla_lm.evaluation import heldout, hub
-from efla_lm.evaluation import whole_documents as carried
+from efla_lm.evaluation import heldout, hub, whole_documents
 from efla_lm.evaluation.harness import HarnessLM
 from efla_lm.evaluation.tasks import MissingTask, TaskSet, load_from_hub, load_local, manager_for
 
@@ -35,10 +34,10 @@ def load_tasks(
     token_dir: Path | None = None,
     keys: tuple[str, str] = ("tasks.names", "tasks.local_dir"),
 ) -> tuple[list[TaskSet], dict[str, str]]:
-    """(task sets in order, reason for every name that cannot be had).
+    """(task sets in order, {name: reason} of tasks that cannot be loaded).
 
     names: lm-eval tasks, groups or tags, and `heldout`. local_dir: folder of local copies, or None for the hub.
-    token_dir: token files of `heldout`. keys: what sets names and local_dir, for the reasons.
+    token_dir: token files of `heldout`. keys: the settings of names and local_dir, for error messages.
 
     Raises:
         UserError: lm-eval knows no task of that name.
@@ -83,9 +82,9 @@ def run_tasks(
 ) -> dict[str, Any]:
     """Evaluate and return lm-eval's result with all task sets merged, plus `seconds` per set and `sources`.
 
-    report: told in one line when a set is done (on the first process).
-    carry_state: tasks of rolling likelihood also get `METRIC_state_carried`, see `efla_lm.evaluation.whole_documents`.
-    The random streams, the gradient mode and the training mode of the model are left as they were.
+    report: gets one line for each set that is done, on the first process.
+    carry_state: rolling tasks also get `METRIC_state_carried` (`efla_lm.evaluation.whole_documents`).
+    Random streams and the model's training mode are restored afterwards.
     """
     merged: dict[str, Any] = {key: {} for key in MERGED}
     merged |= {"seconds": {}, "sources": {}}
@@ -112,7 +111,7 @@ def run_tasks(
                 assert found is not None
                 if carry_state:
                     for task_name, task in task_set.tasks.items():
-                        found["results"][task_name] |= carried.metrics(model, task, limit)
+                        found["results"][task_name] |= whole_documents.metrics(model, task, limit)
                 for key in MERGED:
                     merged[key] |= found.get(key, {})
                 merged["sources"] |= task_set.sources
@@ -157,8 +156,7 @@ def _random_streams_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _templates_compiled_once() -> Iterator[None]:
-    """lm-eval compiles the template of a prompt anew for every document, which takes longer than a 340M model's answer:
-    two thirds of the host's time on the paper's ten tasks."""
+    """lm-eval compiles a prompt's template for every document, two thirds of the host's time on the paper's tasks."""
     compile_anew = harness_utils.env.from_string
     harness_utils.env.from_string = functools.lru_cache(maxsize=256)(compile_anew)
     try:
@@ -169,7 +167,7 @@ def _templates_compiled_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _documents_prepared_once(task_set: TaskSet) -> Iterator[None]:
-    """lm-eval asks a task for its documents three times and more, and HellaSwag's texts are cleaned each time."""
+    """lm-eval asks a task for its documents three times or more, and HellaSwag cleans its texts each time."""
     kept = [(task, name) for task in task_set.tasks.values() for name in ("test_docs", "validation_docs")]
     for task, name in kept:
         setattr(task, name, functools.cache(getattr(task, name)))
@@ -177,13 +175,12 @@ def _documents_prepared_once(task_set: TaskSet) -> Iterator[None]:
         yield
     finally:
         for task, name in kept:
-            delattr(task, name)  # the class's own method is found again
+            delattr(task, name)  # uncovers the class's own method
 
 
 @contextlib.contextmanager
 def _quiet_harness(main: bool) -> Iterator[None]:
-    """lm-eval prints to stdout and forks a pool of workers for its resamples: neither belongs in a command's output
-    or in a process that holds a GPU."""
+    """Silence lm-eval's prints, and keep it from forking workers for its resamples in a process that holds a GPU."""
     before = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:

@@ -1,8 +1,8 @@
-"""Log-likelihood of continuations under a causal model, whatever the batch size.
+"""Log-likelihood of continuations under a causal model.
 
-For a context c and a continuation x of n tokens, the score is  sum_i log p(x_i | c, x_<i)  in nats, and whether every
-x_i is the most probable token. Logits are reduced in fp32 (log-softmax) and summed in fp64. Rows are padded on the
-right, which a causal model cannot see, so no mask is needed and a row's numbers do not depend on its neighbours.
+The score of a continuation x after a context c is  sum_i log p(x_i | c, x_<i)  in nats, and whether every x_i is the
+most probable token. Logits are reduced in fp32 (log-softmax) and summed in fp64. Rows are padded on the right: a causal
+model needs no mask for it, and a row's score does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class Scorer:
         max_length: most tokens the model is given at once.
         batch_size: rows per batch, or `auto`: as many rows as fit into a number of tokens that depends on the free
             memory, halved whenever memory runs out.
-        world: the processes that share the work, each with the whole model; each returns all scores. None: alone.
-        lockstep_tokens: the model is sharded over the processes, so that a forward pass is made by all of them
-            together: all make equally many, of at most so many tokens (or one row), and none is cut when memory runs
-            out. None: each process has the whole model and works at its own pace.
-        check: called before each batch, in lockstep equally often on all processes; what it raises ends the scoring.
+        world: the processes that share the work; each returns all scores. None: this process alone.
+        lockstep_tokens: for a model that is sharded over the processes. All make equally many forward passes together,
+            of at most so many tokens (or one row), and do not halve a batch when memory runs out. None: each process
+            has the whole model.
+        check: called before each batch, in lockstep equally often on all processes; an exception ends the scoring.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Scorer:
             raise UserError(f"the tokenizer gives id {largest}, but the model has a vocabulary of {self.vocab_size}")
 
     def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
-        """Consecutive rows, longest first, so that padding is small and memory runs out at the start or not at all."""
+        """Consecutive rows, longest first: padding is small, and if memory runs out, it does at the start."""
         start = 0
         while start < len(rows):
             length = len(rows[start].inputs)
@@ -167,10 +167,10 @@ class Scorer:
             start += size
 
     def in_parts(self, items: list[S], work: Callable[[list[S]], list[T]], length: Callable[[S], int]) -> list[T]:
-        """work(items), or of their halves, and of halves of these, where memory runs out and the batch size is auto.
+        """work(items); if memory runs out and the batch size is auto, work of both halves, and so on.
 
-        length: tokens of an item, the longest of which stands first. Raises UserError where no halves are allowed, or
-        where one item alone exceeds the memory.
+        length: tokens of an item; the first item is the longest. Raises UserError if halves are not allowed, or if one
+        item alone exceeds the memory.
         """
         try:
             return work(items)
@@ -180,7 +180,7 @@ class Scorer:
             tokens = length(items[0])
             if len(items) == 1:
                 raise UserError(f"one row of {tokens} tokens exceeds the memory of {self.device}") from None
-            if self.lockstep:  # the others are waiting in the same forward pass
+            if self.lockstep:  # the other processes wait in the same forward pass
                 raise UserError(
                     f"evaluating {len(items)} rows of {tokens} tokens exceeds the memory of {self.device}: give "
                     "train.micro_tokens a smaller value, or evaluate after training with eval.py"
@@ -189,7 +189,7 @@ class Scorer:
                 raise UserError(
                     f"batch_size={self.batch_size} of {tokens} tokens exceeds the memory of {self.device}; use auto"
                 ) from None
-        # outside the handler, which holds on to the failed batch's tensors
+        # outside the handler, which keeps the tensors of the failed batch
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         half = (len(items) + 1) // 2
@@ -197,7 +197,7 @@ class Scorer:
 
     @torch.no_grad()
     def _idle_pass(self) -> None:
-        """Take part in the last forward pass of the others without a row of one's own."""
+        """Join the last forward pass of the other processes without a row to score."""
         self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device), **self._options)
 
     @torch.no_grad()
@@ -206,7 +206,7 @@ class Scorer:
         padded = torch.zeros(len(rows), longest, dtype=torch.long)
         for i, row in enumerate(rows):
             padded[i, : len(row.inputs)] = torch.tensor(row.inputs)
-        first = min(len(row.inputs) - row.scored for row in rows)  # no position before it is scored
+        first = min(len(row.inputs) - row.scored for row in rows)  # the first position that is scored
         options: dict[str, Any] = dict(self._options)
         if self._cuts_logits:
             options["logits_to_keep"] = longest - first

@@ -1,9 +1,9 @@
 """Tasks for lm-eval, read from the hub or from a folder of local copies.
 
-Local copies: one file per task with the field names of the hub data set, one JSON object per line, named
-`TASK*_SPLIT.jsonl` or `.jsonl.gz`, where SPLIT is the split that the stock task evaluates (`test`, else `validation`):
-`piqa_validation.jsonl`, `wikitext2_raw_test.jsonl.gz`, `winogrande_xl_validation.jsonl`. Prompts, targets and metrics
-stay those of the installed lm-eval; only the documents come from the file. Nothing is written to a cache.
+A local copy is one file per task, `TASK*_SPLIT.jsonl` or `.jsonl.gz`, with one JSON object per line and the field names
+of the hub data set. SPLIT is the split that the task evaluates (`test`, else `validation`): `piqa_validation.jsonl`,
+`wikitext2_raw_test.jsonl.gz`, `winogrande_xl_validation.jsonl`. Prompts, targets and metrics come from the installed
+lm-eval, only the documents from the file. Nothing is written to a cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMMON_FOLDERS = (
 
 @dataclass
 class TaskSet:
-    """What one requested name became: leaf tasks, groups above them, and where local documents came from."""
+    """What one name stands for: leaf tasks, the groups above them, and the files of local documents."""
 
     tasks: dict[str, Any]
     groups: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class TaskSet:
 
 
 class MissingTask(UserError):
-    """A task whose documents cannot be had; the other tasks may still be evaluated."""
+    """A task whose documents cannot be loaded; the other tasks may still be evaluated."""
 
 
 def describe_missing(missing: Mapping[str, str]) -> list[str]:
@@ -56,7 +56,7 @@ def describe_missing(missing: Mapping[str, str]) -> list[str]:
 
 
 def manager_for(names: list[str], key: str = "tasks.names") -> TaskManager:
-    """The quick index if it knows all names, which `key` lists, else the full one.
+    """The quick index if it has all names (the setting `key`), else the full one.
 
     Raises:
         UserError: lm-eval knows no such task, group or tag; the nearest name is given.
@@ -75,7 +75,7 @@ def manager_for(names: list[str], key: str = "tasks.names") -> TaskManager:
 
 
 def load_from_hub(manager: TaskManager, name: str, key: str = "tasks.local_dir") -> TaskSet:
-    """A task, group or tag with its data sets from the hub or its cache. key: what names a folder of local copies.
+    """A task, group or tag with its data sets from the hub or its cache. key: the setting for a folder of local copies.
 
     Raises:
         MissingTask: a data set cannot be read.
@@ -97,7 +97,7 @@ def load_from_hub(manager: TaskManager, name: str, key: str = "tasks.local_dir")
 
 
 def load_local(manager: TaskManager, name: str, folder: Path, key: str = "tasks.local_dir") -> TaskSet:
-    """A task, or every leaf task of a group or tag, with its documents from files in `folder`, which `key` names.
+    """A task, or every leaf task of a group or tag, with documents from files in `folder` (the setting `key`).
 
     Raises:
         MissingTask: there is no file for the task, or it does not fit.
@@ -142,7 +142,7 @@ def _load_local_task(manager: TaskManager, name: str, folder: Path, key: str) ->
     override = {"task": name, "custom_dataset": read_local, "dataset_kwargs": None, **splits, split_key: split}
     try:
         task = manager.load([{"group": f"local_{name}", "task": [override]}])["tasks"][name]
-    except Exception as error:  # templates and functions of the task raise what they like on a field that is not there
+    except Exception as error:  # a task's templates and functions raise any error for a missing field
         raise MissingTask(f"task {name}: {path} does not fit the task ({type(error).__name__}: {error})") from error
     return task, {"path": str(path), "sha256": digest, "documents": len(rows)}
 

@@ -1,12 +1,13 @@
-"""Text to token ids for evaluation: the start token is sent exactly once, or not at all, as configured.
+"""Text to token ids for evaluation, with at most one start token.
 
-Two questions are kept apart. Does a text open with BOS (`bos`)? And which token stands before a text that has nothing
-before it, so that its first token can be scored at all (`prefix`): rolling perplexity and empty contexts need one.
-With `auto` for both, ids equal those of lm-eval's stock `hf` model, but for one fault of it: with a tokenizer that adds
-BOS by itself the stock model sends BOS twice in rolling tasks. Here it is sent once.
+Two choices: `bos` says whether a text opens with BOS. `prefix` is the token before a text without context, whose first
+token could not be scored otherwise (rolling perplexity, empty contexts). With `auto` for both, ids equal those of
+lm-eval's stock `hf` model with one exception: if a tokenizer adds BOS itself, the stock model sends BOS twice in
+rolling tasks, and we send it once.
 
-The tokenizer of our runs and exports says what training did: with data.bos=false it neither adds nor names a BOS, so
-`auto` is no BOS and the prefix is EOS, which stood before each document of the stream; with data.bos=true both are BOS.
+The tokenizers of our runs and exports say what training did. With data.bos=false they neither add nor name a BOS:
+`auto` is no BOS, and the prefix is EOS, the token before each document of the training stream. With data.bos=true both
+are BOS.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class TokenPolicy:
         prefix: the token before a text without context: `auto` = BOS if the tokenizer has one, else EOS; `bos`; `eos`.
 
     Raises:
-        UserError: the tokenizer lacks the token that is asked for.
+        UserError: the tokenizer lacks a token that was asked for.
     """
 
     def __init__(self, tokenizer: Any, bos: str = "auto", prefix: str = "auto") -> None:
@@ -80,7 +81,7 @@ class TokenPolicy:
         return [list(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]]
 
     def contexts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts that start a sequence: BOS in front if so configured and not already there."""
+        """Ids of texts that start a sequence, with BOS in front if so configured."""
         encoded = self.plain(texts)
         if not self.prepend_bos:
             return encoded
@@ -88,15 +89,15 @@ class TokenPolicy:
         return [ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids] for ids in encoded]
 
     def rolling(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """(prefix, text) per text, for the likelihood of the whole text: one start token, never scored itself."""
+        """(prefix, text) per text, for the likelihood of the whole text; the start token is not scored."""
         return [([self.prefix_id], ids[1:] if ids[:1] == [self.prefix_id] else ids) for ids in self.plain(texts)]
 
     def pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """(context ids, continuation ids) per (context, continuation), cut as lm-eval cuts them.
 
         Trailing spaces of the context go to the continuation, then the whole is encoded and cut after as many tokens
-        as the context alone has. An empty context is the prefix token. Neither part of the result is ever empty,
-        unless the continuation is the empty string.
+        as the context alone has. An empty context becomes the prefix token. Only an empty continuation gives an empty
+        part.
         """
         moved = [_move_trailing_space(context, continuation) for context, continuation in pairs]
         texts = list(dict.fromkeys(text for c, x in moved for text in (c, c + x)))
@@ -117,7 +118,7 @@ class TokenPolicy:
 
     def _cut(self, context: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
         cut = len(context)
-        if cut >= len(whole):  # the continuation melted into the context's last token: score from the first difference
+        if cut >= len(whole):  # the continuation merged into the context's last token: score from the first difference
             cut = next((i for i, (a, b) in enumerate(zip(context, whole)) if a != b), max(len(whole) - 1, 0))
         if cut == 0:
             return [self.prefix_id], whole

@@ -1,10 +1,9 @@
-"""Perplexity of whole documents with the recurrent state carried from their first token to their last.
+"""Perplexity of whole documents, the recurrent state carried from the first token to the last.
 
-The windowed metric, which lm-eval and the paper's table use, starts every window of a long document from nothing. A
-recurrent model need not: here a document is read in pieces of the training context, and state and convolution inputs
-pass from each piece to the next, which is the same as one forward pass over all of it. Every token is predicted from
-all tokens before it. The numbers stand beside the windowed ones as `METRIC_state_carried` and replace nothing; a model
-that has not learnt to use (or to bear) states older than its context may well do worse on them.
+The windowed metric of lm-eval and of the paper's table starts every window of a long document from an empty state. Here
+the model reads a document in pieces of the training context and carries state and convolution inputs from piece to
+piece, which equals one forward pass: every token is predicted from all tokens before it. The results are additional
+metrics `METRIC_state_carried`. They may be worse than the windowed ones if training never showed such old states.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ SUFFIX = "_state_carried"
 
 
 def check_recurrent(model: Any) -> None:
-    """Raise UserError unless `model` has a recurrent state of constant size that can be carried on."""
+    """Raise UserError unless `model` is one of ours with a recurrent state."""
     if not isinstance(model, EflaForCausalLM) or model.config.rule.op is None:
         kind = getattr(model.config, "mixer", model.config.model_type)
-        raise UserError(f"carry_state=true: {kind} has no recurrent state of ours to carry; leave it out")
+        raise UserError(f"carry_state=true: {kind} has no recurrent state that we can carry; leave it out")
 
 
 def metrics(model: HarnessLM, task: Any, limit: int | None = None) -> dict[str, float]:
-    """`METRIC_state_carried,none` of a task of rolling likelihood over its first `limit` documents; else nothing."""
+    """`METRIC_state_carried,none` over the first `limit` documents of a rolling task; of another task, nothing."""
     if task.OUTPUT_TYPE != "loglikelihood_rolling":
         return {}
     documents = [document for _, document in task.doc_iterator(rank=0, limit=limit, world_size=1)]
@@ -47,8 +46,7 @@ def metrics(model: HarnessLM, task: Any, limit: int | None = None) -> dict[str, 
 def score_documents(scorer: Scorer, pairs: Sequence[Pair]) -> list[float]:
     """Log-likelihood in nats of each continuation given its context, the state carried throughout.
 
-    The processes of the scorer share the documents; each returns all values. Raises UserError for a model without a
-    recurrent state.
+    The scorer's processes share the documents; each returns all values. Raises UserError without a recurrent state.
     """
     check_recurrent(scorer.model)
     batches = list(_batches(scorer, pairs))
@@ -58,7 +56,7 @@ def score_documents(scorer: Scorer, pairs: Sequence[Pair]) -> list[float]:
 
 
 def _batches(scorer: Scorer, pairs: Sequence[Pair]) -> Iterator[list[int]]:
-    """Numbers of documents that are read side by side, longest first."""
+    """Indices of documents per batch, longest first."""
     order = sorted(range(len(pairs)), key=lambda n: (-len(pairs[n][0]) - len(pairs[n][1]), n))
     start = 0
     while start < len(order):
@@ -76,13 +74,12 @@ def _score(scorer: Scorer, pairs: Sequence[Pair], numbers: list[int]) -> list[tu
     cache = scorer.model.new_cache()
     rows = len(numbers)
     for begin in range(0, len(streams[0]) - 1, scorer.max_length):
-        # streams are sorted by length: those that are at their end are the last ones
-        going_on = sum(len(stream) - 1 > begin for stream in streams)
-        if going_on < rows:
-            cache.batch_select_indices(torch.arange(going_on))
-            rows = going_on
+        unfinished = sum(len(stream) - 1 > begin for stream in streams)  # streams are sorted, longest first
+        if unfinished < rows:
+            cache.batch_select_indices(torch.arange(unfinished))
+            rows = unfinished
         ends = [min(len(stream) - 1, begin + scorer.max_length) for stream in streams[:rows]]
-        # padding on the right enters the state of a row that ends here, and nobody reads it again: no mask is needed
+        # right padding changes only the state of rows that end here, whose state is not used again: no mask needed
         inputs = torch.zeros(rows, max(ends) - begin, dtype=torch.long)
         places: list[tuple[int, int]] = []
         targets: list[int] = []

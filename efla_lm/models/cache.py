@@ -1,4 +1,4 @@
-"""What a model remembers between two forward passes over the same sequences."""
+"""The state that a forward pass hands to the next one over the same sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LayerState:
     keys: Tensor | None = None
     values: Tensor | None = None
 
-    # transformers asks each layer of a cache for these.
+    # transformers reads these from each layer of a cache
     is_croppable = False
     is_compileable = False
     is_sliding = False
@@ -44,8 +44,8 @@ class LayerState:
 class RecurrentCache(Cache):
     """Cache of every model of the family: constant size for recurrent mixers, keys and values for attention.
 
-    `generate` obtains it from the first forward pass and hands it back as `cache` (transformers >= 5.2x) or
-    `past_key_values` (before). Padding may only be on the left, so the mask of the tokens seen is one number per row.
+    `generate` gets it from the first forward pass and passes it to the next. All padding is on the left, so one number
+    per row is the mask of the tokens seen.
 
     Attributes:
         seen: number of positions seen, padding included.
@@ -60,27 +60,23 @@ class RecurrentCache(Cache):
         self.padding: Tensor | None = None
 
     def advance(self, tokens: int, mask: Tensor | None) -> None:
-        """Record that `tokens` more positions were seen, of which `mask` [B, tokens] marks the tokens (None: all)."""
+        """Count `tokens` more positions; `mask` [B, tokens] is False on padding (None: no padding)."""
         if mask is not None:
             padding = (~mask).sum(1)
             self.padding = padding if self.padding is None else self.padding + padding
         self.seen += tokens
-
-    def started(self) -> Tensor | None:
-        """[B] bool: rows that have seen a real token; None if that holds for all rows or nothing was seen at all."""
-        return None if self.padding is None else self.padding < self.seen
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions seen, padding included."""
         return self.seen
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: nothing bounds the number of tokens."""
+        """-1: no limit."""
         return -1
 
     @property
     def is_linear(self) -> list[bool]:
-        # transformers takes "not linear" to mean: the cache knows how many tokens it has seen. It does.
+        # To transformers, "not linear" means that the cache counts its tokens, as this one does.
         return [False] * len(self.layers)
 
     @property
@@ -105,7 +101,7 @@ class RecurrentCache(Cache):
             self.padding = self.padding.index_select(0, indices.to(self.padding.device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row i continues what row beam_idx[i] was."""
+        """Beam search: row i continues row beam_idx[i]."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -125,5 +121,5 @@ class RecurrentCache(Cache):
         if tokens_to_remove:
             raise ValueError(
                 f"a recurrent state cannot be rolled back by {tokens_to_remove} tokens; copy.deepcopy the cache before "
-                "the tokens that may have to be undone"
+                "tokens that may be undone"
             )

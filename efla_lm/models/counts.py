@@ -1,4 +1,4 @@
-"""Parameters and floating point operations of a model, from its config alone."""
+"""Parameters and FLOPs of a model, computed from its config."""
 
 from __future__ import annotations
 

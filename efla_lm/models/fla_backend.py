@@ -1,8 +1,8 @@
 """Backend "fla": flash-linear-attention's chunked Triton kernels for DeltaNet, EFLA and Gated DeltaNet on a GPU.
 
-EFLA is fla's delta rule with raw keys and beta := a. Gated EFLA has erase != write, which fla's kernels do not express
-(v * write / erase is not safe: the ratio diverges as g -> 0), so it is not offered, and neither is Mamba-2.
-fla is imported at the first call only: it is slow to import and useless without a GPU.
+EFLA is fla's delta rule with raw keys and beta := a. Gated EFLA has erase != write, which fla's kernels cannot express
+(scaling v by write / erase diverges as g -> 0): neither it nor Mamba-2 is offered.
+The first call imports fla, which is slow.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FlaBackend:
 
 
 def _kernel(module: str, name: str, q: Tensor) -> Any:
-    """fla's function, or a ValueError that says what is missing."""
+    """fla's function `name`. Raises ValueError for tensors that it does not take, or without fla."""
     if q.device.type != "cuda":
         raise ValueError(f"backend fla runs on CUDA only, the tensors are on {q.device}; use backend=torch here")
     if q.dtype not in (torch.bfloat16, torch.float16):

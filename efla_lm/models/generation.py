@@ -1,4 +1,4 @@
-"""How the model takes part in transformers' `generate`."""
+"""What `generate` of transformers needs from a model that makes its own cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.utils import ModelOutput
 
-# transformers renamed the argument during version 5; generate must find the cache under the name it knows.
+# transformers renamed the argument during version 5
 CACHE_ARGUMENT = (
     "cache"
     if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -19,22 +19,21 @@ CACHE_ARGUMENT = (
 
 
 class RecurrentGeneration(GenerationMixin):
-    """`generate` with a cache that the model makes itself.
+    """The first forward pass returns a `RecurrentCache`; generate passes it back with each further token.
 
-    The first forward pass makes a `RecurrentCache` and returns it, generate hands it back with each further token.
-    Which name it goes by is this module's concern alone: a model that merely accepts the wrong one would start from an
-    empty state at every token, without an error.
+    It is passed as `CACHE_ARGUMENT`, the name in the installed transformers. Under the other name it would be lost
+    without an error, and every token would start from an empty state.
     """
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        # Keeps generate from making a DynamicCache, which has no place for a recurrent state.
+        # generate would make a DynamicCache, which cannot hold a recurrent state
         return False
 
-    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # generate reads the signature
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # generate inspects the signature
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        inputs.pop("cache_position", None)  # earlier releases pass it; the cache counts its tokens itself
+        inputs.pop("cache_position", None)  # passed by earlier releases; the cache counts its tokens
         return inputs
 
     def _update_model_kwargs_for_generation(

@@ -1,4 +1,4 @@
-"""Where the tokens of a forward pass belong: padding, documents, what was seen before. Worked out once per pass."""
+"""Which positions of a batch are tokens, padding, or parts of packed documents. Computed once per forward pass."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ class SequenceInfo:
     """Positions of a forward pass over [B, T] tokens, shared by all blocks.
 
     Attributes:
-        mask: [B, T] bool, False on padding; None when there is none.
+        mask: [B, T] bool, False on padding; None without padding.
         cu_seqlens: [N+1] int, document boundaries of a packed batch (B = 1); None otherwise.
         segments: [T] int64, document index of each token of a packed batch; None otherwise.
-        past: positions in the cache before these tokens.
-        past_padding: [B] int64, left padding among them; None for none.
-        rotary, visible: for attention only, see `for_attention`: cos and sin of the positions; which keys a query sees.
+        past: number of positions in the cache.
+        past_padding: [B] int64, how many of them are left padding; None for none.
+        rotary: cos and sin of the positions, for attention only (`for_attention`).
+        visible: which keys each query sees, for attention only (`visible_keys`).
     """
 
     batch: int
@@ -36,13 +37,8 @@ class SequenceInfo:
     visible: Tensor | None = None
 
     def for_attention(self, head_dim: int, theta: float) -> SequenceInfo:
-        """The same, with what every attention block needs computed once."""
+        """The same with `rotary` and `visible`, which all attention blocks share."""
         return replace(self, rotary=rotary_tables(self.positions(), head_dim, theta), visible=self.visible_keys())
-
-    @property
-    def documents(self) -> int:
-        """Documents of a packed batch; 0 for a batch that is not packed."""
-        return 0 if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
 
     def hide_padding(self, x: Tensor) -> Tensor:
         """x [B, T, ...] with zeros on padding."""
@@ -62,9 +58,9 @@ class SequenceInfo:
         return local + past
 
     def visible_keys(self) -> Tensor | None:
-        """Which of the past + T keys each of the T queries may see, bool [B or 1, 1, T, past + T].
+        """Which of the past + T keys each of the T queries sees, bool [B or 1, 1, T, past + T].
 
-        None means plain causal attention from an empty past, or a single query that sees everything.
+        None: plain causal attention without a past, or a single query that sees all keys.
         """
         leading = self._leading_padding()
         if leading is None and self.cu_seqlens is None and (self.past == 0 or self.length == 1):
@@ -76,7 +72,7 @@ class SequenceInfo:
             allowed = allowed & (self.segments[:, None] == self.segments[None, :])
         allowed = allowed[None]
         if leading is not None:
-            # A padding query sees itself, so that no row of the softmax is empty; nobody reads its output.
+            # A padding query sees itself: a softmax over no keys would be NaN. Its output is never used.
             allowed = (allowed & (key >= leading[:, None, None])) | (key == query)
         return allowed[:, None]
 
@@ -86,10 +82,10 @@ class SequenceInfo:
             return self.past_padding
         leading = self.mask.long().cumsum(1).eq(0).sum(1)
         if self.past_padding is None:
-            # After a past without padding, or with tokens first in every row, padding can only be on the right, where
-            # causality hides it already.
+            # With a past that has no padding, or tokens first in every row, padding is on the right: the causal mask
+            # hides it.
             return leading if self.past == 0 and bool(leading.any()) else None
-        return self.past_padding + leading  # a row that has begun has no further padding on its left
+        return self.past_padding + leading  # a row with tokens in the past has no padding on its left here
 
 
 def describe(
@@ -100,16 +96,16 @@ def describe(
     cu_seqlens: Tensor | None,
     cache: RecurrentCache | None,
 ) -> SequenceInfo:
-    """Check mask and boundaries against the tokens and say where everything belongs.
+    """Check mask and document boundaries against the tokens, and build the `SequenceInfo`.
 
     Args:
-        attention_mask: 1 on tokens, 0 on padding; [B, T], or [B, past + T] with the cached positions included. Entries
-            beyond past + T belong to tokens still to come and are not read.
+        attention_mask: 1 on tokens, 0 on padding; [B, T], or [B, past + T] with the cached positions. Entries beyond
+            past + T belong to later tokens and are ignored.
         cu_seqlens: [N+1] offsets 0 ... T of the documents packed into one row.
 
     Raises:
-        ValueError: for shapes or boundaries that do not fit (on a GPU a device-side assertion, if it is the values of
-            the offsets), for padding that is neither left nor right, and for padding in a packed batch.
+        ValueError: shapes or boundaries do not fit; padding is between tokens, or in a packed batch. On a GPU, wrong
+            values of the offsets fail a device-side assertion.
     """
     past = 0 if cache is None else cache.seen
     padding = None if cache is None else cache.padding
@@ -118,20 +114,20 @@ def describe(
         mask = None
     if cu_seqlens is None:
         if mask is not None:
-            _check_runs(mask)
+            _check_padding(mask)
         return SequenceInfo(batch, length, device, mask=mask, past=past, past_padding=padding)
     if mask is not None:
         raise ValueError("a packed batch (cu_seqlens) carries no padding; got an attention_mask with zeros")
     if batch != 1:
         raise ValueError(f"cu_seqlens packs documents into one row: expected batch size 1, got {batch}")
     if cache is not None:
-        raise ValueError("cu_seqlens and a cache do not go together: documents of a packed batch start from nothing")
+        raise ValueError("cu_seqlens and a cache do not go together: packed documents start from empty states")
     segments = _segments(cu_seqlens, length, device)
     return SequenceInfo(batch, length, device, cu_seqlens=cu_seqlens, segments=segments)
 
 
 def is_left_padded(info: SequenceInfo) -> bool:
-    """Whether a further token may follow on every row: no padding after a token, here or in the past."""
+    """Whether every row ends with a token, so that more tokens may follow: all padding is on the left."""
     if info.mask is None:
         return True
     begun = info.mask.long().cumsum(1) > 0
@@ -158,7 +154,7 @@ def _current_mask(attention_mask: Tensor, batch: int, length: int, past: int) ->
     )
 
 
-def _check_runs(mask: Tensor) -> None:
+def _check_padding(mask: Tensor) -> None:
     starts = mask[:, 0].long() + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
     if bool((starts > 1).any()):
         row = int((starts > 1).nonzero()[0])
@@ -172,7 +168,7 @@ def _segments(cu_seqlens: Tensor, length: int, device: torch.device) -> Tensor:
     lengths = offsets.diff()
     fits = (offsets[0] == 0) & (offsets[-1] == length) & (lengths >= 0).all()
     if offsets.is_cuda:
-        torch._assert_async(fits)  # raising a ValueError here would make the host wait in every forward pass
+        torch._assert_async(fits)  # a ValueError would make the host wait for the device in every forward pass
     elif not bool(fits):
         raise ValueError(f"cu_seqlens must rise from 0 to {length} (the tokens given), got {offsets.tolist()}")
     return torch.repeat_interleave(torch.arange(lengths.numel(), device=device), lengths, output_size=length)
