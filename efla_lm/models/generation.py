@@ -34,6 +34,7 @@ class RecurrentGeneration(GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
         inputs.pop("cache_position", None)  # passed by earlier releases; the cache counts its tokens
+        inputs.pop("tokenizer", None)  # of stop_strings, for generate itself
         return inputs
 
     def _update_model_kwargs_for_generation(

@@ -1,10 +1,9 @@
 """The language model: embedding, blocks of RMSNorm - mixer - RMSNorm - SwiGLU, norm, head.
 
-Dtypes: all parameters of a model have one dtype (so FSDP2 can group them): fp32 for training, where sharding casts to
-bf16 for compute, or what `from_pretrained(dtype=...)` asks for. Activations follow it, or `EflaModel.compute`, to which
-weights are then cast where they are used. Whatever it is, these are fp32: recurrent states, beta, |k|^2 and the
-coefficients made of them, decays (from A_log and dt_bias), Mamba-2's steps, the statistics of norms, rotary angles, and
-the loss.
+Dtypes: all parameters of a model have one dtype, so that FSDP2 can group them: fp32 for training, where sharding casts
+to bf16 for compute, or that of `from_pretrained(dtype=...)`. Activations have the same dtype, or `EflaModel.compute` if
+set: weights are then cast where they are used. Always fp32 are recurrent states, beta, |k|^2 and their coefficients,
+decays (from A_log and dt_bias), Mamba-2's steps, statistics of norms, rotary angles, and the loss.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from efla_lm.models.generation import RecurrentGeneration
 from efla_lm.models.init import initial_value
 from efla_lm.models.layers import SwiGLU
 from efla_lm.models.norm_linear import Linear, RMSNorm, add_branch
-from efla_lm.models.sequence import SequenceInfo, describe, is_left_padded
+from efla_lm.models.sequence import SequenceInfo, check_positions, describe, is_left_padded
 
 logger = logging.get_logger(__name__)
 
@@ -44,7 +43,7 @@ class EflaBlock(GradientCheckpointingLayer):
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.backend)
 
     def forward(self, hidden: Tensor, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
-        """[B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
+        """[B, T, hidden_size] -> the same; reads and replaces the states of `layer` if there is one."""
         fuse = layer is None
         hidden = add_branch(hidden, self.mixer_norm, self.mixer, info, layer, fuse=fuse)
         return hidden if self.mlp is None else add_branch(hidden, self.mlp_norm, self.mlp, fuse=fuse)
@@ -58,8 +57,8 @@ class EflaOutput(ModelOutput):
         loss: fp32 scalar; mean for `labels`, sum for `targets`.
         logits: [B, T or logits_to_keep, vocab_size].
         last_hidden_state: [B, T, hidden_size] after the final norm (base model only).
-        cache: `RecurrentCache` to hand back with the next tokens; also reads as `past_key_values`.
-        hidden_states: the embedding and the output of each block, where asked for.
+        cache: `RecurrentCache` for the next call with further tokens; `past_key_values` is another name for it.
+        hidden_states: the embedding and the output of each block, with output_hidden_states=True.
     """
 
     loss: Tensor | None = None
@@ -74,7 +73,7 @@ class EflaOutput(ModelOutput):
 
 
 class EflaPreTrainedModel(PreTrainedModel):
-    """What base model and language model share for transformers."""
+    """What transformers reads from the base model and the language model alike."""
 
     config_class = EflaConfig
     base_model_prefix = "model"
@@ -83,13 +82,17 @@ class EflaPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
     _is_stateful = True  # no assisted decoding: the state cannot be rolled back
+    accepts_loss_kwargs = True  # Trainer passes num_items_in_batch
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            # transformers marks what it has loaded from a checkpoint; only the rest is drawn.
+            # transformers marks the parameters that it loaded from a checkpoint
             if not getattr(parameter, "_is_hf_initialized", False):
                 parameter.copy_(initial_value(module, name, parameter.shape, self.config.initializer_range))
+
+    def _returns_dict(self, return_dict: bool | None) -> bool:
+        return bool(self.config.return_dict) if return_dict is None else return_dict
 
     def new_cache(self) -> RecurrentCache:
         """An empty cache for this model."""
@@ -105,7 +108,7 @@ class EflaModel(EflaPreTrainedModel):
         self.layers = nn.ModuleList(EflaBlock(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
-        self.compute: torch.dtype | None = None  # of activations; None: the weights'. Set where masters are not sharded
+        self.compute: torch.dtype | None = None  # of activations, where fp32 weights are not sharded; None: theirs
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -123,10 +126,14 @@ class EflaModel(EflaPreTrainedModel):
         cache: RecurrentCache | None = None,
         cu_seqlens: Tensor | None = None,
         use_cache: bool | None = None,
+        position_ids: Tensor | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         return_dict: bool | None = None,
     ) -> EflaOutput | tuple[Tensor, ...]:
         """Run the blocks; see `EflaForCausalLM.forward` for the arguments."""
+        if output_attentions:
+            raise ValueError("output_attentions=True: these models compute no attention weights; leave it out")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
@@ -134,10 +141,13 @@ class EflaModel(EflaPreTrainedModel):
         cache = self._given_cache(cache, past_key_values)
         batch, length = hidden.shape[:2]
         info = describe(batch, length, hidden.device, attention_mask, cu_seqlens, cache)
+        if position_ids is not None:
+            check_positions(position_ids, info)
         cache = self._resolve_cache(cache, use_cache, info)
         if self.config.rule.op is None:
             info = info.for_attention(self.config.head_dim, self.config.rope_theta)
-        collected = [hidden] if output_hidden_states else None
+        collect = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        collected = [hidden] if collect else None
         for index, block in enumerate(self.layers):
             hidden = block(hidden, info, None if cache is None else cache.layers[index])
             if collected is not None:
@@ -149,12 +159,12 @@ class EflaModel(EflaPreTrainedModel):
             cache=cache,
             hidden_states=None if collected is None else tuple(collected),
         )
-        return output if return_dict is not False else output.to_tuple()
+        return output if self._returns_dict(return_dict) else output.to_tuple()
 
     def _given_cache(self, cache: object, past_key_values: object) -> RecurrentCache | None:
-        """The cache under either of its names."""
+        """The cache, given under either name."""
         if cache is not None and past_key_values is not None and cache is not past_key_values:
-            raise ValueError("cache and past_key_values name the same thing; got two different ones")
+            raise ValueError("cache and past_key_values are two names of one argument; got two different caches")
         given = past_key_values if cache is None else cache
         if given is not None and not isinstance(given, RecurrentCache):
             raise ValueError(f"expected a RecurrentCache (model.new_cache()), got {type(given).__name__}")
@@ -165,9 +175,9 @@ class EflaModel(EflaPreTrainedModel):
     def _resolve_cache(
         self, cache: RecurrentCache | None, use_cache: bool | None, info: SequenceInfo
     ) -> RecurrentCache | None:
-        """Decide whether this pass fills a cache; use_cache=None means: outside training, where the input allows it."""
+        """The cache that this pass fills, if any; use_cache=None: one outside training, if the input allows it."""
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            # A recomputed block would update its state twice.
+            # A recomputed block would update its state twice
             if cache is not None:
                 raise ValueError("gradient checkpointing recomputes blocks: training cannot continue from a cache")
             if use_cache:
@@ -182,7 +192,7 @@ class EflaModel(EflaPreTrainedModel):
         possible = info.cu_seqlens is None and is_left_padded(info)
         if use_cache and not possible:
             raise ValueError(
-                "use_cache=True needs sequences that can go on: padding on the left only, no cu_seqlens; "
+                "use_cache=True needs rows that more tokens can follow: padding on the left only, no cu_seqlens; "
                 "pass use_cache=False to score right-padded or packed batches"
             )
         default = self.config.use_cache and not self.training and possible
@@ -224,7 +234,11 @@ class EflaForCausalLM(EflaPreTrainedModel, RecurrentGeneration, GenerationMixin)
         cu_seqlens: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         return_dict: bool | None = None,
     ) -> EflaOutput | tuple[Tensor, ...]:
         """Logits, loss and cache of a batch.
@@ -234,20 +248,26 @@ class EflaForCausalLM(EflaPreTrainedModel, RecurrentGeneration, GenerationMixin)
             attention_mask: 1 on tokens, 0 on padding, [B, T] or with the cached positions in front. Padding on the left
                 changes nothing; on the right it is allowed without a cache.
             cache, past_key_values: two names for the `RecurrentCache` of the tokens before.
-            labels: [B, T] as transformers has them: equal to input_ids, shifted here, -100 ignored; mean loss.
+            labels: [B, T] as in transformers: equal to input_ids, shifted here, -100 ignored; mean loss.
+            shift_labels: [B, T] labels that are shifted already, in place of `labels`.
+            num_items_in_batch: divisor of the loss in place of the number of counted labels, for gradient accumulation.
             targets: [B, T] the next token of each position, -100 ignored; the loss is the SUM over the others, and no
                 logits are returned.
             cu_seqlens: [N+1] offsets of N documents packed into one row (B = 1): no state, convolution or attention
                 crosses them.
             use_cache: return a cache; None: outside training when config.use_cache and no loss is asked for.
             logits_to_keep: only the last n positions get logits (0: all), or the positions of an index tensor.
+            position_ids: [B, T], which must rise by one along tokens: only distances enter the model.
+            output_hidden_states, return_dict: as in transformers; None: as the config says.
+            output_attentions: must not be True.
 
         Raises:
-            ValueError: for masks, boundaries, caches or targets that do not fit; nothing is guessed.
+            ValueError: for masks, boundaries, caches, positions or targets that do not fit.
         """
-        if labels is not None and targets is not None:
+        mean = labels is not None or shift_labels is not None
+        if mean and targets is not None:
             raise ValueError("give labels (shifted here, mean) or targets (aligned, sum), not both")
-        if use_cache is None and cache is None and past_key_values is None and (labels, targets) != (None, None):
+        if use_cache is None and cache is None and past_key_values is None and (mean or targets is not None):
             use_cache = False
         output = self.model(
             input_ids=input_ids,
@@ -257,7 +277,10 @@ class EflaForCausalLM(EflaPreTrainedModel, RecurrentGeneration, GenerationMixin)
             cache=cache,
             cu_seqlens=cu_seqlens,
             use_cache=use_cache,
+            position_ids=position_ids,
             output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            return_dict=True,
         )
         hidden = output.last_hidden_state
         loss, logits = None, None
@@ -265,11 +288,14 @@ class EflaForCausalLM(EflaPreTrainedModel, RecurrentGeneration, GenerationMixin)
             loss = self._summed_loss(hidden, targets)
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(hidden if labels is not None else hidden[:, kept])
-            if labels is not None:
-                loss = _mean_shifted_loss(logits, labels)
+            logits = self.lm_head(hidden if mean else hidden[:, kept])
+            if shift_labels is not None:
+                loss = _mean_loss(logits, shift_labels, num_items_in_batch)
+            elif labels is not None:
+                _check_labels(labels, logits)
+                loss = _mean_loss(logits[:, :-1], labels[:, 1:], num_items_in_batch)
         result = EflaOutput(loss=loss, logits=logits, cache=output.cache, hidden_states=output.hidden_states)
-        return result if return_dict is not False else result.to_tuple()
+        return result if self._returns_dict(return_dict) else result.to_tuple()
 
     def _summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         if targets.shape != hidden.shape[:2]:
@@ -278,11 +304,15 @@ class EflaForCausalLM(EflaPreTrainedModel, RecurrentGeneration, GenerationMixin)
         return efla_kernels.linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten())
 
 
-def _mean_shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean of -log p(labels[t+1] | tokens to t) over labels that are not -100; 0 where all are."""
+def _check_labels(labels: Tensor, logits: Tensor) -> None:
     if labels.shape != logits.shape[:2]:
         raise ValueError(f"labels must be {tuple(logits.shape[:2])} as the tokens, got {tuple(labels.shape)}")
-    following = labels[:, 1:].flatten()
-    scores = logits[:, :-1].float().flatten(0, 1)
-    total = F.cross_entropy(scores, following, ignore_index=-100, reduction="sum")
-    return total / (following != -100).sum().clamp(min=1)
+
+
+def _mean_loss(logits: Tensor, labels: Tensor, items: Tensor | int | None) -> Tensor:
+    """Sum of -log p(labels[t] | tokens to t) over labels that are not -100, over `items` or their count; 0 without."""
+    _check_labels(labels, logits)
+    total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    if items is None:
+        return total / (labels != -100).sum().clamp(min=1)
+    return total / (items.to(total.device) if isinstance(items, Tensor) else items)

@@ -138,6 +138,25 @@ def is_left_padded(info: SequenceInfo) -> bool:
     return not bool((begun & ~info.mask).any())
 
 
+def check_positions(position_ids: Tensor, info: SequenceInfo) -> None:
+    """Raise ValueError unless position_ids [B or 1, T] rise by one along the tokens of each row.
+
+    Recurrent models have no positions and rotary attention sees only their distances, so such positions change nothing.
+    Others, as of documents packed into one row, would: `cu_seqlens` says where those begin.
+    """
+    if position_ids.ndim != 2 or position_ids.shape[0] not in (1, info.batch) or position_ids.shape[1] != info.length:
+        raise ValueError(f"position_ids must be [{info.batch}, {info.length}], got {list(position_ids.shape)}")
+    if info.length == 1 or info.cu_seqlens is not None:
+        return
+    wrong = position_ids.diff(dim=1) != 1
+    if info.mask is not None:
+        wrong = wrong & info.mask[:, 1:] & info.mask[:, :-1]
+    if bool(wrong.any()):
+        raise ValueError(
+            "position_ids must rise by one along a row; give the boundaries of packed documents as cu_seqlens"
+        )
+
+
 def _current_mask(attention_mask: Tensor, batch: int, length: int, past: int) -> Tensor:
     if attention_mask.ndim != 2 or attention_mask.shape[0] != batch:
         raise ValueError(
