@@ -24,7 +24,7 @@ from efla_lm.models import EflaConfig, count_parameters
 from efla_lm.settings import TrainSettings, check_output, compose, entry
 from scripts.lm_study.analysis import Study
 from scripts.lm_study.report import write_report
-from scripts.lm_study.run import Record, Trainers
+from scripts.lm_study.run import ENDED, Record, Trainers
 from scripts.lm_study.settings import LmStudySettings, Trial, repeats, sweep, train_arguments
 from scripts.study import result_file
 
@@ -55,7 +55,7 @@ def main(settings: LmStudySettings) -> int:
         record |= {"parameters": parameters[record["arm"]], "environment": here}
         content["runs"] = [run for run in content["runs"] if trial_of(run) != trial_of(record)] + [record]
         result_file.write(path, content)
-        loss = record["heldout"] if record["state"] == "done" else record["state"]
+        loss = record["heldout"] or f"{record['state']} {record.get('reason', '')}"
         print(f"{trial_of(record).name:<32} {loss:<22} {record['seconds']:.1f} s", flush=True)
 
     with Trainers(settings, deadline) as trainers:
@@ -66,7 +66,7 @@ def main(settings: LmStudySettings) -> int:
     if content["runs"]:
         print(write_report(content, folder, settings.figures))
     print(f"written to {folder}; {'all trials are done' if complete else 'the same command continues'}")
-    return 0
+    return int(any(run["state"] == "failed" for run in content["runs"]))
 
 
 def trial_of(run: Record) -> Trial:
@@ -76,7 +76,7 @@ def trial_of(run: Record) -> Trial:
 
 def missing(trials: list[Trial], content: dict[str, Any]) -> list[Trial]:
     """The trials that have no end in the result file."""
-    ended = {trial_of(run) for run in content["runs"] if run["state"] != "stopped"}
+    ended = {trial_of(run) for run in content["runs"] if run["state"] in ENDED}
     return [trial for trial in trials if trial not in ended]
 
 

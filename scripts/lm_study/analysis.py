@@ -63,7 +63,7 @@ class Study:
         """The study of a result file."""
         losses: dict[tuple[str, float], Losses] = {}
         for run in content["runs"]:
-            if run["state"] != "stopped":
+            if run["state"] in ("done", "diverged"):
                 loss = run["heldout"] if run["heldout"] is not None else math.inf
                 losses.setdefault((run["arm"], run["rate"]), {})[run["seed"]] = loss
         plan = content["plan"]

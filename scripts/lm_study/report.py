@@ -85,7 +85,7 @@ def _best(study: Study, content: dict[str, Any]) -> str:
         "best rate",
         "held-out loss, mean ± sd (seeds)",
         f"minus {_label(study.arms[0])}",
-        "tokens/s",
+        "tokens/s of a run",
     ]
     return "## Every arm at its own best rate\n\n" + markdown(header, rows)
 
@@ -123,9 +123,11 @@ def _effects(study: Study) -> str:
 def _runs(content: dict[str, Any]) -> str:
     runs = content["runs"]
     minutes = sum(run["seconds"] / run["parallel_runs"] for run in runs) / 60
-    states = ", ".join(f"{sum(r['state'] == s for r in runs)} {s}" for s in ("done", "diverged", "stopped"))
+    states = ", ".join(f"{sum(r['state'] == s for r in runs)} {s}" for s in ("done", "diverged", "stopped", "failed"))
     places = sorted({f"{r['environment']['device']}, commit {str(r['environment']['commit'])[:7]}" for r in runs})
-    return f"{len(runs)} runs ({states}), {minutes:.1f} device minutes: {'; '.join(places)}.\n"
+    at_once = max((run["parallel_runs"] for run in runs), default=1)
+    shared = f" Up to {at_once} runs shared a device and its speed." if at_once > 1 else ""
+    return f"{len(runs)} runs ({states}), {minutes:.1f} device minutes: {'; '.join(places)}.{shared}\n"
 
 
 def _curve(study: Study, path: Path) -> None:

@@ -21,8 +21,10 @@ from efla_lm.errors import UserError
 from efla_lm.run.metrics import read_rows
 from scripts.lm_study import worker
 from scripts.lm_study.settings import LmStudySettings, Trial, train_arguments
+from scripts.study.launcher import last_error
 
 Record = dict[str, Any]
+ENDED = ("done", "diverged")  # states of a run that is not run again
 DIVERGED = re.compile(r"error: (\d+ updates in a row were not finite.*?)(?:;|$)", re.MULTILINE)
 
 
@@ -70,7 +72,7 @@ class Trainers:
                     log = self._settings.runs / f"{trial.name}.log"
                     raise UserError(f"{trial.name}: the process that trained it died; see {log}") from error
                 record = record_of(trial, self._settings, code, seconds)
-                complete &= record["state"] != "stopped"
+                complete &= record["state"] in ENDED
                 keep(record)
         return complete and not waiting
 
@@ -79,25 +81,19 @@ class Trainers:
 
 
 def record_of(trial: Trial, settings: LmStudySettings, code: int, seconds: float) -> Record:
-    """What a run has come to: `done`, `diverged`, or `stopped` before its last update.
+    """What a run has come to: `done`, `diverged`, `stopped` before its last update, or `failed` for another reason.
 
     `seconds` are the wall time of all launches, those of a stopped run included, with `parallel_runs` on one device.
-
-    Raises:
-        UserError: train.py refused the command or failed for another reason than divergence.
     """
     folder, log = settings.runs / trial.name, settings.runs / f"{trial.name}.log"
     text = log.read_text(encoding="utf-8")
     diverged = DIVERGED.search(text) if code else None
-    if code and not diverged:
-        lines = [line for line in text.splitlines() if line.strip()]
-        raise UserError(f"{trial.name}: {lines[-1] if lines else f'exit code {code}'} (log: {log})")
     folder.mkdir(exist_ok=True)  # a run may be stopped before it has made it
     rows = read_rows(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     training = [row for row in rows if "loss" in row]
     validations = [[row["step"] * settings.batch_tokens, row["val_loss"]] for row in rows if "val_loss" in row]
     done = any(row["step"] == settings.steps and "val_loss" in row for row in rows)
-    state = "diverged" if diverged else "done" if done else "stopped"
+    state = "diverged" if diverged else "failed" if code else "done" if done else "stopped"
     record: Record = {
         **asdict(trial), "state": state, "seconds": round(seconds + _earlier_seconds(folder), 2),
         "heldout": validations[-1][1] if state == "done" else None,
@@ -107,11 +103,11 @@ def record_of(trial: Trial, settings: LmStudySettings, code: int, seconds: float
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in training) if training else None,
         "parallel_runs": settings.parallel_runs,
     }  # fmt: skip
-    if diverged:
-        record["reason"] = diverged[1]
+    if code:
+        record["reason"] = diverged[1] if diverged else last_error(text) or f"exit code {code}"
     if state == "stopped":
         (folder / "study.json").write_text(json.dumps({"seconds": record["seconds"]}), encoding="utf-8")
-    elif not settings.keep_runs:
+    elif state != "failed" and not settings.keep_runs:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         shutil.rmtree(folder / "export", ignore_errors=True)
     return record

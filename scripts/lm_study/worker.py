@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -31,13 +32,15 @@ def initialise(stop: Event) -> None:
     """Called once in every process of the pool. Outside of train.py a signal has nothing to save: the study decides."""
     global _stop
     _stop = stop
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # SIG_IGN would pass to the compiler's processes
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
 
 
 def train(arguments: Sequence[str], log: Path, deadline: float | None) -> tuple[int, float]:
     """Run `train.py ARGUMENTS` in this process, its output appended to `log`; (exit code, seconds).
+
+    An exception is a traceback in the log and exit code 1.
 
     deadline: the time (`time.time`) at which the run saves and stops, or None.
     """
@@ -53,6 +56,10 @@ def train(arguments: Sequence[str], log: Path, deadline: float | None) -> tuple[
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)
+    except Exception:
+        code = 1
+        with open(log, "a", encoding="utf-8") as out:
+            traceback.print_exc(file=out)
     finally:
         sys.argv = command
     gc.collect()
