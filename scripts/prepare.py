@@ -51,6 +51,11 @@ class Line:
             flush=True,
         )
 
+    def tell(self, text: str) -> None:
+        """Print a note on a line of its own."""
+        self.end()
+        print(f"note: {text}", file=sys.stderr, flush=True)
+
     def end(self) -> None:
         """Clear the line of a terminal."""
         if self._terminal:
@@ -64,7 +69,7 @@ def main(settings: PrepareSettings) -> None:
     line = Line()
     start = time.monotonic()
     try:
-        manifest = prepare(recipe, settings.data.dir, processes, settings.overwrite, line.show)
+        manifest = prepare(recipe, settings.data.dir, processes, settings.overwrite, line.show, line.tell)
     finally:
         line.end()
     print(f"{settings.data.dir}  ({time.monotonic() - start:.1f} s, {processes} processes)")

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os.path
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -101,7 +102,7 @@ def to_settings(config: DictConfig, settings_class: type[Settings], folder: Path
                 raise UsageError(f"{name}: got {number}, expected a finite number")
         if info.path is not None and value is not None and folder is not None:
             head, _, leaf = name.rpartition(".")
-            setattr(get(settings, head) if head else settings, leaf, _absolute(value, info.path, folder))
+            setattr(get(settings, head) if head else settings, leaf, _absolute(name, value, info.path, folder))
     return settings
 
 
@@ -119,12 +120,14 @@ def get(settings: Any, name: str) -> Any:
     return settings
 
 
-def _absolute(value: Any, rule: PathRule, folder: Path) -> Any:
+def _absolute(name: str, value: Any, rule: PathRule, folder: Path) -> Any:
     """A path, or each of a list, against `folder`. Links stay as the user named them; globs stay globs."""
     if isinstance(value, list):
-        return [_absolute(item, rule, folder) for item in value]
+        return [_absolute(name, item, rule, folder) for item in value]
     if value in rule.words or value.startswith(rule.prefixes) or value == MISSING:
         return value
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", value):
+        raise UsageError(f"{name}: got {value!r}, expected a local path; copy or mount it")
     path = folder / Path(value).expanduser()
     if rule.existing and not path.exists() and not value.startswith(("/", "~", ".")):
         return value

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import lzma
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from efla_data.loader.token_file import TokenFile
 
 from tests.data.material import EOS, jsonl, load, sentencepiece_folder
@@ -51,6 +54,29 @@ def test_ten_megabytes_in_one_line(tmp_path: Path, kind: str) -> None:
     ids = file.document(1)
     assert np.count_nonzero(ids == EOS) == 1 and ids[-1] == EOS
     assert load(tokenizer).decode(ids[:-1].tolist()) == text
+
+
+PACKERS = {
+    "gz": lambda: zlib.compressobj(wbits=31),
+    "xz": lzma.LZMACompressor,
+    "zst": lambda: zstandard.ZstdCompressor(level=19).compressobj(),
+}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_a_small_file_that_unpacks_to_much_is_read_in_bounded_memory(tmp_path: Path, suffix: str) -> None:
+    """256 MiB to 1 GiB of short lines in less than 2 MB: the amount unpacked at once is bounded (zst had no bound)."""
+    lines = b'{"text": "' + b" " * 16_000 + b'"}\n'
+    path = tmp_path / f"bomb.jsonl.{suffix}"
+    packer, block, blocks = PACKERS[suffix](), lines * (1 << 10), 64 if suffix == "zst" else 16
+    path.write_bytes(
+        b"".join(packer.compress(part) for part in [*[block] * blocks, jsonl(["the cat"])]) + packer.flush()
+    )
+    assert path.stat().st_size < 2_000_000
+    recipe = {"sources": [str(path)], "tokenizer": str(sentencepiece_folder(tmp_path / "tokenizer"))}
+    assert prepare_apart(recipe, tmp_path / "out") < 120
+    assert TokenFile.open(tmp_path / "out").manifest.skipped == {"empty": blocks << 10}
 
 
 @pytest.mark.timeout(180)

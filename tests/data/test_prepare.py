@@ -151,6 +151,11 @@ def test_links_to_another_disk_are_followed(corpus: Recipe, tmp_path: Path) -> N
             r"missing_field 1 \(first: .*text\.jsonl record 1, missing_field\); data.text_field is 'text'",
         ),
         ([{"text": "a"}], {"heldout_fraction": 1e-9}, "no held-out document: 1 records read.*raise it"),
+        (
+            [{"text": "a"}] * 9,
+            {"heldout_fraction": 1e-9, "max_tokens": 1},
+            r"no held-out document.*raise data\.max_tokens, or name data\.heldout_sources$",
+        ),
         ([{"text": "a"}], {"heldout_fraction": 1 - 1e-9}, "no training document.*lower data.heldout_fraction"),
     ],
 )

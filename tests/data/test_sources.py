@@ -74,6 +74,61 @@ def test_stretches_of_a_file_hold_each_record_once(
     assert read([path]) == ["the cat", "é" * 30, *TEXTS]
 
 
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+)
+def test_every_string_type_of_parquet(tmp_path: Path, kind: pa.DataType) -> None:
+    texts = [*TEXTS, None, "é"]
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string()).cast(kind)}), tmp_path / "a.parquet")
+    assert read([tmp_path / "a.parquet"]) == [*TEXTS, "é"]
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.int64(), pa.list_(pa.string())])
+def test_other_types_of_parquet_are_refused(tmp_path: Path, kind: pa.DataType) -> None:
+    pq.write_table(pa.table({"text": pa.array([], kind)}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="should hold strings"):
+        read([tmp_path / "a.parquet"])
+
+
+def test_a_folder_follows_links_and_tells_what_it_leaves_out(tmp_path: Path) -> None:
+    """Linked files and folders are read once, cycles end, hidden copies are left out, other kinds are named."""
+    folder, other = tmp_path / "text", tmp_path / "elsewhere"
+    for n, where in enumerate((folder, other, other / "deep", folder / ".ipynb_checkpoints")):
+        where.mkdir()
+        (where / "a.jsonl").write_bytes(jsonl([f"text {n}"]))
+    (folder / "linked").symlink_to(other)
+    (other / "deep" / "back").symlink_to(folder)
+    (folder / "z.jsonl").symlink_to(other / "a.jsonl")
+    (folder / ".b.jsonl").write_bytes(jsonl(["hidden"]))
+    (folder / "c.json.gz").write_bytes(gzip.compress(jsonl(["c4"])))
+    told: list[str] = []
+    files = sources.find_files(str(folder), "data.sources", told.append)
+    assert [os.path.relpath(file, folder) for file in files] == [
+        "a.jsonl", "linked/a.jsonl", "linked/deep/a.jsonl", "z.jsonl",
+    ]  # fmt: skip
+    assert read([folder]) == ["text 0", "text 1", "text 2"]
+    (line,) = told
+    assert "3 hidden or of other kinds" in line and ".b.jsonl, .ipynb_checkpoints, c.json.gz" in line
+    assert read([folder / "c.json.gz"]) == read([folder / "*.json.gz"]) == ["c4"]  # JSON lines, where named
+    (folder / "gone.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
+    for source in (folder, folder / "g*.jsonl"):
+        with pytest.raises(DataError, match=r"gone\.jsonl is a link to a file that does not exist"):
+            read([source])
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://b/x.jsonl", "https://host/a.jsonl", "file:///tmp/a.jsonl"])
+def test_urls_are_no_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    from efla_lm.settings import TrainSettings, UsageError, compose
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"data\.sources: .* is a URL; expected local files"):
+        read([url])
+    for name, value in (("data.sources", f"[a.jsonl,{url}]"), ("data.dir", url), ("runs_dir", url)):
+        with pytest.raises(UsageError, match=rf"{name}: got '{url}', expected a local path"):
+            compose("train", [f"{name}={value}"], TrainSettings)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz", ".xz", ".zst"])
 def test_a_text_file_is_one_document(tmp_path: Path, suffix: str) -> None:
     pack = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd_frames}[suffix]

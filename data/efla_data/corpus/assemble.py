@@ -187,6 +187,12 @@ def _nothing(
         return f"no training document: {why}; lower data.heldout_fraction={recipe.heldout_fraction}"
     if recipe.heldout_sources:
         return f"no held-out document in data.heldout_sources: {why}"
+    if recipe.max_tokens is not None:
+        return (
+            f"no held-out document: {why}; data.max_tokens={recipe.max_tokens} ends the corpus before "
+            f"data.heldout_fraction={recipe.heldout_fraction} chose one; raise data.max_tokens, or name "
+            "data.heldout_sources"
+        )
     return (
         f"no held-out document: {why}, none of them chosen by data.heldout_fraction={recipe.heldout_fraction}; "
         f"raise it, set it to 0, or name data.heldout_sources"

@@ -56,12 +56,14 @@ def prepare(
     processes: int | None = None,
     overwrite: bool = False,
     show: Callable[[Progress], None] | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Manifest:
-    """Make the token files of `recipe` in `out_dir`; returns at once when they are there already.
+    """Make the token files of `recipe` in `out_dir`; return at once if they exist already.
 
-    processes: workers; None takes all cores this process may use. overwrite: replace token files of something else.
-    show: called about once a second. DataError for sources, tokenizers or settings that do not do, for token files of
-    another recipe in `out_dir`, and when another process is preparing the same folder.
+    processes: workers; None takes all cores that this process may use. overwrite: replace token files of another
+    recipe. show: called about once a second. tell: called with a line on each folder that has files of other kinds.
+    DataError for unusable sources, tokenizers or settings, for token files of another recipe in `out_dir`, and when
+    another process is preparing the same folder.
     """
     recipe.check()
     if not recipe.sources:
@@ -70,7 +72,7 @@ def prepare(
     existing = None if overwrite else _existing(out, recipe)
     if existing is not None:
         return existing
-    chunks = plan_chunks(recipe)
+    chunks = plan_chunks(recipe, tell)
     _refuse_foreign(out)
     partial = out.with_name(out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)

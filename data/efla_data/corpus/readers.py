@@ -1,4 +1,4 @@
-"""Documents out of one piece, and the count of what was left out and why.
+"""The documents of one piece, and counts of the records that are left out, by reason.
 
     jsonl     one object per line, the text in `text_field`
     parquet   one row, the same
@@ -6,8 +6,8 @@
     hub       one row of a streamed data set
     pydoc     one topic of Python's own documentation (`pydoc_data.topics`)
 
-A bad document is skipped and counted, never fatal. A file that cannot be read to its end is fatal: its absence
-would go unnoticed.
+A bad document is skipped and counted. A file that cannot be read to its end is an error: else nothing would tell that
+its text is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXAMPLES = 20  # per piece, and in the manifest
 
 
 class Tally:
-    """Counts of one piece: records read, documents given out, records skipped by reason with the first few named."""
+    """Counts of one piece: records read, documents returned, records skipped by reason; the first few are named."""
 
     def __init__(self) -> None:
         self.records = self.documents = 0
@@ -40,14 +40,14 @@ class Tally:
         self.examples: list[dict[str, Any]] = []
 
     def skip(self, path: str, reason: str) -> None:
-        """Count a record that was left out; its number within the piece is `records`."""
+        """Count a record that is left out; its number within the piece is `records`."""
         self.skipped[reason] += 1
         if len(self.examples) < EXAMPLES:
             self.examples.append({"file": path, "record": self.records, "reason": reason})
 
 
 def read_documents(piece: Piece, text_field: str, tally: Tally) -> Iterator[tuple[str, bytes]]:
-    """Every usable document of a piece as (text, UTF-8). White space alone is no document. Counts go to `tally`."""
+    """Yield every usable document of a piece as (text, UTF-8). White space alone is no document. `tally` counts."""
     for value in _values(piece, text_field, tally):
         if value is None:
             continue
@@ -56,7 +56,7 @@ def read_documents(piece: Piece, text_field: str, tally: Tally) -> Iterator[tupl
             continue
         try:
             encoded = value.encode()
-        except UnicodeEncodeError:  # JSON may spell half a surrogate pair, which is no character
+        except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which is no character
             tally.skip(piece.path, "bad_unicode")
             continue
         if not value.strip():
@@ -149,14 +149,14 @@ def _parquet(piece: Piece, text_field: str, tally: Tally) -> Iterator[str | None
             kind = file.schema_arrow.field(text_field).type
             if pa.types.is_dictionary(kind):
                 kind = kind.value_type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            if kind not in (pa.string(), pa.large_string(), pa.string_view()):
                 raise DataError(f"{piece.path}: column {text_field!r} should hold strings, holds {kind}")
             groups = list(range(piece.start, piece.stop))
             for batch in file.iter_batches(batch_size=64, row_groups=groups, columns=[text_field]):
                 column = batch.column(0)
                 if pa.types.is_dictionary(column.type):
                     column = column.dictionary_decode()
-                # as bytes: one bad string must not cost its whole batch
+                # as bytes: one bad string must not make the whole batch fail
                 for value in column.cast(pa.large_binary()).to_pylist():
                     tally.records += 1
                     yield _decoded(piece, value, tally)
@@ -187,7 +187,7 @@ def _hub(piece: Piece, text_field: str, tally: Tally) -> Iterator[Any]:
             row = next(rows)
         except StopIteration:
             return
-        except Exception as error:  # the network, the hub, or what it holds: named, and not lost for the run
+        except Exception as error:  # whatever the network or the hub reports: named
             where = f"{piece.path} shard {piece.start + 1} of {piece.stop}, after {tally.records} rows"
             raise DataError(f"{where}: {error}; finished parts are kept, run the command again") from error
         tally.records += 1
@@ -198,9 +198,9 @@ def _hub(piece: Piece, text_field: str, tally: Tally) -> Iterator[Any]:
 
 
 def read_records(path: Path) -> Iterator[list[str]]:
-    """All strings of every record of a file, whatever their fields: JSON lines, parquet rows, or a text file as one.
+    """All strings of every record of a file, in any field: JSON lines, parquet rows, or a text file as one record.
 
-    Unlike `read_documents` it wants the file whole: DataError for a line that cannot be read.
+    Unlike `read_documents`, it raises DataError for a line that cannot be read.
     """
     piece = file_piece(str(path), heldout=False)
     if piece.kind == "txt":
@@ -231,7 +231,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 def open_file(piece: Piece) -> BinaryIO:
     """The decompressed bytes of a file."""
-    if piece.compression and piece.bytes == 0:  # some readers take it for the end of what was never begun
+    if piece.compression and piece.bytes == 0:  # some readers take no bytes for a complete file
         raise DataError(f"{piece.path}: truncated or damaged {piece.compression} file (it has no bytes)")
     try:
         if piece.compression == "gz":
@@ -246,7 +246,7 @@ def open_file(piece: Piece) -> BinaryIO:
 
 
 def _guarded(piece: Piece, read: Any) -> bytes:
-    """Call `read`; a stream that is cut off or damaged becomes a DataError that names the file."""
+    """Call `read`. A truncated or damaged stream becomes a DataError that names the file."""
     try:
         return read()
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, _ZstdError) as error:
@@ -258,7 +258,13 @@ class _ZstdError(Exception):
 
 
 class _ZstdReader(io.RawIOBase):
-    """All frames of a .zst file. The library's own reader takes a file that was cut off for one that has ended."""
+    """All frames of a .zst file. Unlike the library's own reader it notices a truncated file.
+
+    The library has no bound on what one call unpacks: 4 bytes can hold 128 KiB. So it gets INPUT bytes at a time, of
+    which at most 64 MiB come out.
+    """
+
+    INPUT = 1 << 11
 
     def __init__(self, path: str) -> None:
         import zstandard
@@ -266,7 +272,8 @@ class _ZstdReader(io.RawIOBase):
         self._library = zstandard
         self._file = open(path, "rb")  # noqa: SIM115 (closed by close())
         self._frame: Any = None
-        self._input = self._output = b""
+        self._input = b""
+        self._output = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -274,7 +281,7 @@ class _ZstdReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while not self._output:
             if not self._input:
-                self._input = self._file.read(1 << 18)
+                self._input = self._file.read(self.INPUT)
                 if not self._input:
                     if self._frame is not None:
                         raise _ZstdError("the last frame is incomplete")
@@ -283,7 +290,7 @@ class _ZstdReader(io.RawIOBase):
                 # a window of up to 2 GiB, as `zstd --long=31` writes
                 self._frame = self._library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
             try:
-                self._output = self._frame.decompress(self._input)
+                self._output = memoryview(self._frame.decompress(self._input))
             except self._library.ZstdError as error:
                 raise _ZstdError(str(error)) from error
             self._input = b""
