@@ -140,7 +140,7 @@ def saved_by_compile(
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         log_g = decay[0] if decay else None
         mode = choices.MODES[config.mixer]
-        return ops.delta_forward(q, k, v, beta, None, log_g, None, None, mode, 0.1, 1, False, keep_states)[0], None
+        return ops.delta.op(q, k, v, beta, None, log_g, None, None, mode, 0.1, 1, False, keep_states)[0], None
 
     def duality(x, dt, A_log, B, C, D, dt_bias, **options: Any) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
         steps = (None, A_log, dt_bias, D, None)
