@@ -25,10 +25,12 @@ from efla_kernels.layers.linear import linear
 from efla_kernels.layers.norm_linear import norm_linear, unit_rms_norm
 from efla_kernels.layers.residual import Stream
 from efla_kernels.layers.swiglu import swiglu_linear
+from efla_kernels.ssd import chunked as _ssd_chunked
+from efla_kernels.ssd import reference as _ssd_reference
 from efla_kernels.ssd.ops import fuses_mamba2_step, mamba2, mamba2_step, ssd
 
-register_backend("torch", SimpleNamespace(delta_rule=_chunked.delta_rule, ssd=_chunked.ssd))
-register_backend("reference", SimpleNamespace(delta_rule=_reference.delta_rule, ssd=_reference.ssd))
+for _name, _delta, _ssd in (("torch", _chunked, _ssd_chunked), ("reference", _reference, _ssd_reference)):
+    register_backend(_name, SimpleNamespace(delta_rule=_delta.delta_rule, ssd=_ssd.ssd))
 if find_spec("triton") is not None:  # Linux only
     from efla_kernels.delta_rule import triton_op as _triton
     from efla_kernels.launch import interpreter as _interpreter

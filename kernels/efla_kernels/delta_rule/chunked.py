@@ -1,7 +1,7 @@
-"""Chunked PyTorch forms of the delta rule and of state-space duality: the backend "torch".
+"""The delta rule in chunks of C tokens, in PyTorch: the backend "torch".
 
-The derivation is in kernels/README.md. With b_i the decay's logarithm summed from the chunk's start through token i and
-Gamma_ij = exp(b_i - b_j) for j <= i, one chunk of the delta rule with state S before it is
+The derivation is in README.md. With b_i the decay's logarithm summed from the chunk's start through token i and
+Gamma_ij = exp(b_i - b_j) for j <= i, one chunk with state S before it is
 
     A = strictly lower part of (e_i Gamma_ij k_i.k_j)      X = (I + A)^{-1} (w V - e exp(b) K S) = U - W S
     O = scale [exp(b) Q S + (Gamma * Q K^T) X]              S' = exp(b_C) S + (exp(b_C - b) K)^T X
@@ -18,9 +18,7 @@ from torch import Tensor
 
 from efla_kernels.argument_checks import compute_dtype
 from efla_kernels.delta_rule import reference
-from efla_kernels.launch.chunks import ChunkGrid
-
-CHUNK = 64
+from efla_kernels.launch.chunks import CHUNK, ChunkGrid, chunk_decays, first_state
 
 
 def delta_rule(
@@ -53,7 +51,7 @@ def delta_rule(
     if log_decay is None:
         P = P.tril()
     else:
-        within, from_start = _decays(grid.cut(log_decay.to(dtype)))
+        within, from_start = chunk_decays(grid.cut(log_decay.to(dtype)))
         A, P = A * within, P * within
         erase_rows, read_rows = erase_rows * from_start.unsqueeze(-1), Q * from_start.unsqueeze(-1)
         write_rows = K_t * within[..., -1:, :]
@@ -71,81 +69,6 @@ def delta_rule(
         return read_rows @ state + P @ X, carried + write_rows @ X
 
     chunks = (U, W, P, read_rows, write_rows, *(() if keep is None else (keep,)))
-    state = _initial_state(initial_state, (grid.sequences, heads, key_width, v.shape[-1]), dtype, q.device)
+    state = first_state(initial_state, (grid.sequences, heads, key_width, v.shape[-1]), dtype, q.device)
     out, final = grid.scan(step, state, *chunks)
     return grid.join(out).to(v.dtype), final if output_final_state else None
-
-
-def ssd(
-    x: Tensor,
-    dt: Tensor,
-    log_decay: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """State-space duality chunk by chunk; arguments and results as `efla_kernels.ssd`.
-
-    The G groups share B and C among R = H/G heads, so C B^T is formed once per group, and the R heads' states stand
-    side by side as columns [N, R P] of one matrix.
-    """
-    batch, tokens, heads, width = x.shape
-    groups, state_width = B.shape[2:]
-    per_group = heads // groups
-    dtype = compute_dtype(x, dt, log_decay, B, C, initial_state)
-    if tokens == 0 or (tokens == 1 and cu_seqlens is None):
-        return reference.ssd(
-            x,
-            dt,
-            log_decay,
-            B,
-            C,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-        )
-    grid = ChunkGrid(batch, tokens, CHUNK, cu_seqlens, x.device)
-    X, decay, B_, C_ = (grid.cut(t.to(dtype)) for t in (x * dt.unsqueeze(-1).to(dtype), log_decay, B, C))
-    within, from_start = _decays(decay)
-    by_group = (groups, per_group)
-    scores = (C_ @ B_.transpose(-1, -2)).unsqueeze(2) * within.unflatten(1, by_group)
-    inside = scores.flatten(1, 2) @ X
-
-    def columns(t: Tensor) -> Tensor:
-        """[M, H, rows, P] -> [M, G, rows, R P]."""
-        return t.unflatten(1, by_group).transpose(2, 3).flatten(3, 4)
-
-    def heads_of(t: Tensor) -> Tensor:
-        """[M, G, rows, R P] -> [M, H, rows, P]."""
-        return t.unflatten(3, (per_group, width)).transpose(2, 3).flatten(1, 2)
-
-    def step(state: Tensor, C: Tensor, keep: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
-        return C @ state, state * keep + written
-
-    written = B_.transpose(-1, -2) @ columns(X * within[..., -1:, :].transpose(-1, -2))
-    keep = columns(from_start[..., -1, None, None].expand(-1, -1, 1, width))
-    state = _initial_state(initial_state, (grid.sequences, heads, state_width, width), dtype, x.device)
-    read, final = grid.scan(step, columns(state), C_, keep, written)
-    out = inside + heads_of(read) * from_start.unsqueeze(-1)
-    return grid.join(out).to(x.dtype), heads_of(final) if output_final_state else None
-
-
-def _decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:
-    """From log_decay [..., C]: Gamma [..., C, C] (0 above the diagonal) and exp(b) [..., C].
-
-    Gamma's exponents are summed per column from the diagonal down, not taken as differences of one cumulative sum: a
-    token that forgets everything (log_decay -1e4, or -inf) would leave no digits of the small decays behind it.
-    """
-    length = log_decay.shape[-1]
-    below = torch.ones(length, length, dtype=torch.bool, device=log_decay.device).tril(-1)
-    exponent = torch.where(below, log_decay.unsqueeze(-1), 0.0).cumsum(-2)
-    return exponent.masked_fill(below.transpose(0, 1), float("-inf")).exp(), log_decay.cumsum(-1).exp()
-
-
-def _initial_state(
-    initial_state: Tensor | None, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device) if initial_state is None else initial_state.to(dtype)

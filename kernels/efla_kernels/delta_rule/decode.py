@@ -9,7 +9,7 @@ Eight launches and more as separate ops; backend "triton" has it in one kernel t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,24 @@ from efla_kernels.delta_rule.reference import delta_step
 
 RULES = ("deltanet", "efla", "gated_deltanet", "gated_efla")
 TRITON = ("triton", "triton_recompute")  # they differ in training only
+
+
+class Step(NamedTuple):
+    """The arguments of `decode_step` by the names that it documents."""
+
+    x: Tensor
+    conv_state: Tensor
+    conv_weight: Tensor
+    beta_logit: Tensor
+    decay_logit: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    state: Tensor
+    norm_weight: Tensor
+    output_gate: Tensor | None
+    rule: str
+    scale: float
+    eps: float
 
 
 def decode_step(
@@ -60,24 +78,18 @@ def decode_step(
     Raises:
         ValueError: for anything that does not fit the above.
     """
-    gated = _check(rule, x, conv_state, conv_weight, beta_logit, state, norm_weight, output_gate)
-    decay = (decay_logit, A_log, dt_bias)
-    if any((given is not None) != gated for given in decay):
-        wanted = "decay_logit, A_log and dt_bias" if gated else "none of decay_logit, A_log, dt_bias"
-        raise ValueError(f"{rule}: expected {wanted}, got {[None if d is None else list(d.shape) for d in decay]}")
-    B, H, K, _ = state.shape
-    for name, given, shape in zip(("decay_logit", "A_log", "dt_bias"), decay, ((B, H), (H,), (H,)), strict=True):
-        if given is not None:
-            expect_shape(name, given, shape, "[B, H]" if len(shape) == 2 else "[H]")
+    K = state.shape[2] if state.dim() == 4 else 1  # 1: `_check` raises
     scale = K**-0.5 if scale is None else scale
+    step = Step(
+        x, conv_state, conv_weight, beta_logit, decay_logit, A_log, dt_bias, state, norm_weight, output_gate, rule,
+        scale, norm_eps,
+    )  # fmt: skip
+    _check(step)
     name = resolve_backend(backend, x.device, rule)
     if name not in ("torch", *TRITON):
         raise ValueError(f"decode_step: expected backend auto, torch or triton, got {backend!r}")
-    arguments = (x, conv_state, conv_weight, beta_logit, *decay, state, norm_weight, output_gate)
     with torch.no_grad():
-        if name == "torch":
-            return _decode(rule, *arguments, scale, norm_eps)
-        return _decode_triton(rule, arguments, scale, norm_eps)
+        return _decode_triton(step) if name in TRITON else _decode(step)
 
 
 def fuses_decoding(backend: str, device: torch.device, rule: str) -> bool:
@@ -85,17 +97,9 @@ def fuses_decoding(backend: str, device: torch.device, rule: str) -> bool:
     return rule in RULES and resolve_backend(backend, device, rule) in TRITON
 
 
-def _check(
-    rule: str,
-    x: Tensor,
-    conv_state: Tensor,
-    conv_weight: Tensor,
-    beta_logit: Tensor,
-    state: Tensor,
-    norm_weight: Tensor,
-    output_gate: Tensor | None,
-) -> bool:
-    """Check shapes and types; whether the rule is a gated one."""
+def _check(step: Step) -> None:
+    """Check shapes and types."""
+    x, conv_state, conv_weight, state, rule = step.x, step.conv_state, step.conv_weight, step.state, step.rule
     if rule not in RULES:
         raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {rule!r}")
     if state.dim() != 4 or state.dtype not in (torch.float32, torch.float64) or not state.is_contiguous():
@@ -115,61 +119,49 @@ def _check(
             f"conv_state: expected a contiguous tensor of x's type {x.dtype}, got {conv_state.dtype} with strides "
             f"{conv_state.stride()}"
         )
-    expect_shape("beta_logit", beta_logit, (B, H), "[B, H]")
-    expect_shape("norm_weight", norm_weight, (V,), "[V]")
-    if output_gate is not None:
-        expect_shape("output_gate", output_gate, (B, H, V), "[B, H, V]")
-    return rule.startswith("gated")
+    expect_shape("beta_logit", step.beta_logit, (B, H), "[B, H]")
+    expect_shape("norm_weight", step.norm_weight, (V,), "[V]")
+    if step.output_gate is not None:
+        expect_shape("output_gate", step.output_gate, (B, H, V), "[B, H, V]")
+    decay = {"decay_logit": step.decay_logit, "A_log": step.A_log, "dt_bias": step.dt_bias}
+    gated = rule.startswith("gated")
+    if any((given is not None) != gated for given in decay.values()):
+        wanted = "decay_logit, A_log and dt_bias" if gated else "none of decay_logit, A_log, dt_bias"
+        raise ValueError(
+            f"{rule}: expected {wanted}, got {[None if d is None else list(d.shape) for d in decay.values()]}"
+        )
+    for name, given in decay.items():
+        if given is not None:
+            expect_shape(name, given, *(((B, H), "[B, H]") if name == "decay_logit" else ((H,), "[H]")))
 
 
-def _decode(
-    rule: str,
-    x: Tensor,
-    conv_state: Tensor,
-    conv_weight: Tensor,
-    beta_logit: Tensor,
-    decay_logit: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    norm_weight: Tensor,
-    output_gate: Tensor | None,
-    scale: float,
-    eps: float,
-) -> Tensor:
+def _decode(s: Step) -> Tensor:
     """The step in PyTorch; rounds to x's dtype where the kernel does."""
-    _, H, K, V = state.shape
-    window = torch.cat((conv_state, x.unsqueeze(1)), 1)
-    conv_state.copy_(window[:, 1:])
-    y = F.silu((widened(window) * widened(conv_weight).T).sum(1)).to(x.dtype)
+    _, H, K, V = s.state.shape
+    window = torch.cat((s.conv_state, s.x.unsqueeze(1)), 1)
+    s.conv_state.copy_(window[:, 1:])
+    y = F.silu((widened(window) * widened(s.conv_weight).T).sum(1)).to(s.x.dtype)
     q, k, v = y.split((H * K, H * K, H * V), -1)
     log_g = None
-    if decay_logit is not None and A_log is not None and dt_bias is not None:
-        log_g = -widened(A_log).exp() * F.softplus(widened(decay_logit) + widened(dt_bias))
+    if s.decay_logit is not None and s.A_log is not None and s.dt_bias is not None:
+        log_g = -widened(s.A_log).exp() * F.softplus(widened(s.decay_logit) + widened(s.dt_bias))
     q, k, erase, write, log_decay = model_coefficients(
-        rule, q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), beta_logit, log_g
+        s.rule, q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), s.beta_logit, log_g
     )
-    o, after = delta_step(state, q * scale, k, widened(v).unflatten(-1, (H, V)), erase, write, log_decay)
-    state.copy_(after)
-    o = F.rms_norm(widened(o.to(x.dtype)), (V,), eps=eps) * widened(norm_weight)
-    if output_gate is not None:
-        o = o * F.silu(widened(output_gate))
-    return o.to(x.dtype)
+    o, after = delta_step(s.state, q * s.scale, k, widened(v).unflatten(-1, (H, V)), erase, write, log_decay)
+    s.state.copy_(after)
+    o = F.rms_norm(widened(o.to(s.x.dtype)), (V,), eps=s.eps) * widened(s.norm_weight)
+    if s.output_gate is not None:
+        o = o * F.silu(widened(s.output_gate))
+    return o.to(s.x.dtype)
 
 
-def _decode_triton(rule: str, arguments: tuple[Tensor | None, ...], scale: float, eps: float) -> Tensor:
-    from efla_kernels.delta_rule import choices
-    from efla_kernels.delta_rule import decode_kernel as decode
+def _decode_triton(s: Step) -> Tensor:
+    from efla_kernels.delta_rule import decode_kernel
     from efla_kernels.launch.choices import expect_triton
-    from efla_kernels.launch.op import traced
 
-    x, *rest = arguments
-    state = arguments[7]
-    assert x is not None and state is not None
-    expect_triton(x, {"x": x.dtype})
-    if state.dtype != torch.float32:
-        raise ValueError(f"backend triton: expected an fp32 state, got {state.dtype}")
+    expect_triton(s.x, {"x": s.x.dtype})
+    if s.state.dtype != torch.float32:
+        raise ValueError(f"backend triton: expected an fp32 state, got {s.state.dtype}")
     # the states are contiguous already: a copy would not be updated
-    inputs: list[Any] = [None if t is None else t.contiguous() for t in (x, *rest)]
-    step: Any = decode.decode if traced() else decode.decode_eagerly
-    return step(*inputs, choices.MODES[rule], scale, eps)
+    return decode_kernel.decode(Step._make(t.contiguous() if isinstance(t, Tensor) else t for t in s))

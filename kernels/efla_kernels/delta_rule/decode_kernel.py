@@ -10,14 +10,16 @@ columns, the next one under way, the first one asked for before anything is comp
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from efla_kernels.delta_rule.choices import MODES
+from efla_kernels.delta_rule.decode import Step
 from efla_kernels.delta_rule.gates import NORM_EPS, coefficients
 from efla_kernels.launch.arguments import power_of_two
 from efla_kernels.launch.dispatch import launch
+from efla_kernels.launch.op import register
 
 PROCESSORS = 132  # of an H200; up to as many programs have a multiprocessor each
 
@@ -145,37 +147,26 @@ def decode_kernel(
     tl.store(y + y_at, o.to(y.dtype.element_ty), mask=row < V)
 
 
-def decode_eagerly(
-    x: Tensor,
-    conv_state: Tensor,
-    conv_weight: Tensor,
-    beta_logit: Tensor,
-    decay_logit: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    norm_weight: Tensor,
-    output_gate: Tensor | None,
-    rule: int,
-    scale: float,
-    eps: float,
-) -> Tensor:
-    """The kernel's launch; arguments as `efla_kernels.decode_step` has checked them."""
-    B, H, K, V = state.shape
-    y = x.new_empty(B, H, V)
+def _forward(s: Step) -> Tensor:
+    B, H, K, V = s.state.shape
+    y = _fake(s)
     # A thread per key: with more, Triton 3.6 loads q, k and v once per thread that holds a part of S.
     BK = max(32, power_of_two(K))
     needed = max(16, power_of_two(V))
     BV = block_columns(B * H, needed)
-    decays = decay_logit is not None
+    given = (s.x if t is None else t for t in (s.decay_logit, s.A_log, s.dt_bias))  # x stands in for what is absent
     launch(
         decode_kernel, B * H,
-        x, conv_state, conv_weight, beta_logit, decay_logit if decays else x, A_log if decays else x,
-        dt_bias if decays else x, state, norm_weight, x if output_gate is None else output_gate, y, scale, eps,
-        H=H, K=K, V=V, W=conv_weight.shape[1], BK=BK, BV=BV, BLOCKS=needed // BV, MODE=rule, DECAYS=decays,
-        GATED=output_gate is not None, num_warps=BK // 32,
+        s.x, s.conv_state, s.conv_weight, s.beta_logit, *given, s.state, s.norm_weight,
+        s.x if s.output_gate is None else s.output_gate, y, s.scale, s.eps,
+        H=H, K=K, V=V, W=s.conv_weight.shape[1], BK=BK, BV=BV, BLOCKS=needed // BV, MODE=MODES[s.rule],
+        DECAYS=s.decay_logit is not None, GATED=s.output_gate is not None, num_warps=BK // 32,
     )  # fmt: skip
     return y
+
+
+def _fake(s: Step) -> Tensor:
+    return s.x.new_empty(s.state.shape[0], s.state.shape[1], s.state.shape[3])
 
 
 def block_columns(programs: int, V: int) -> int:
@@ -189,9 +180,4 @@ def block_columns(programs: int, V: int) -> int:
     return V if V <= 128 else 64
 
 
-decode = torch.library.custom_op("efla_kernels::decode", decode_eagerly, mutates_args=("conv_state", "state"))
-
-
-@decode.register_fake
-def _(x, conv_state, conv_weight, beta_logit, decay_logit, A_log, dt_bias, state, norm_weight, output_gate, *options):
-    return x.new_empty(state.shape[0], state.shape[1], state.shape[3])
+decode = register("decode", _forward, _fake, mutates=("conv_state", "state"))

@@ -10,14 +10,17 @@ token is worked on. With d = exp(log_decay), h_t = d_t g_{t-1}, g_0 = 0, the bac
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from efla_kernels.launch.choices import interpreted
+from efla_kernels.launch.arguments import power_of_two
+from efla_kernels.launch.choices import expect_triton
+from efla_kernels.launch.dispatch import launch
+from efla_kernels.launch.op import Autograd, register, wants_gradient
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -106,79 +109,95 @@ def last_backward_kernel(
     tl.store(d_q + n * K + columns, g, mask=inside)
 
 
-def _options(k: Tensor, log_decay: Tensor | None) -> dict[str, Any]:
-    H, K = k.shape[2:]
-    return {"H": H, "K": K, "BK": max(32, triton.next_power_of_2(K)), "DECAYS": log_decay is not None, "num_warps": 1}
+class Inputs(NamedTuple):
+    """Contiguous fp32 tensors."""
+
+    q: Tensor  # [B, H, K]
+    k: Tensor  # [B, T, H, K]
+    erase: Tensor  # [B, T, H]
+    log_decay: Tensor | None  # [B, T, H]
+    keep: bool  # r, which the backward pass reads
 
 
-@torch.library.custom_op("efla_kernels::last_forward", mutates_args=())
-def last_forward(q: Tensor, k: Tensor, erase: Tensor, log_decay: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
-    """(c [B, T, H], r [B, T, H, K] or nothing without `keep`); contiguous fp32 tensors."""
-    B, T, H, _ = k.shape
-    c, r = torch.empty_like(erase), torch.empty_like(k) if keep else k.new_empty(0)
-    last_forward_kernel[(B * H,)](
-        q, k, erase, erase if log_decay is None else log_decay, c, r if keep else c, T, **_options(k, log_decay),
-        KEEP=keep,
+class Outputs(NamedTuple):
+    """c [B, T, H], and r [B, T, H, K] or an empty tensor."""
+
+    c: Tensor
+    r: Tensor
+
+
+class OutputGradients(NamedTuple):
+    """The gradient that arrives."""
+
+    c: Tensor
+
+
+class Kept(NamedTuple):
+    """What the backward pass reads."""
+
+    c: Tensor
+    r: Tensor
+    k: Tensor
+    erase: Tensor
+    log_decay: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs, the last empty without a decay."""
+
+    q: Tensor
+    k: Tensor
+    erase: Tensor
+    log_decay: Tensor
+
+
+def _allocate(x: Inputs) -> Outputs:
+    return Outputs(torch.empty_like(x.erase), torch.empty_like(x.k) if x.keep else x.k.new_empty(0))
+
+
+def _forward(x: Inputs) -> Outputs:
+    (c, r), (B, T, H, _) = _allocate(x), x.k.shape
+    decay = x.erase if x.log_decay is None else x.log_decay
+    launch(
+        last_forward_kernel, B * H, x.q, x.k, x.erase, decay, c, r, T, **_constants(x.k, x.log_decay), KEEP=x.keep
     )  # fmt: skip
-    return c, r
+    return Outputs(c, r)
 
 
-@last_forward.register_fake
-def _(q, k, erase, log_decay, keep):
-    return torch.empty_like(erase), torch.empty_like(k) if keep else k.new_empty(0)
+def _keep(x: Inputs, out: Outputs) -> Kept:
+    return Kept(out.c, out.r, x.k, x.erase, x.log_decay)
 
 
-@torch.library.custom_op("efla_kernels::last_backward", mutates_args=())
-def last_backward(
-    d_c: Tensor, k: Tensor, erase: Tensor, log_decay: Tensor | None, c: Tensor, r: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, d_erase, d_log_decay or nothing)."""
-    B, T, H, K = k.shape
-    d_q, d_k, d_erase = k.new_empty(B, H, K), torch.empty_like(k), torch.empty_like(erase)
-    d_log_decay = erase.new_empty(0) if log_decay is None else torch.empty_like(erase)
-    decay = (erase, d_erase) if log_decay is None else (log_decay, d_log_decay)
-    last_backward_kernel[(B * H,)](
-        k, erase, decay[0], c, r, d_c.contiguous(), d_q, d_k, d_erase, decay[1], T, **_options(k, log_decay)
-    )
-    return d_q, d_k, d_erase, d_log_decay
+def _allocate_gradients(d: OutputGradients, kept: Kept) -> Gradients:
+    k, erase = kept.k, kept.erase
+    decay = erase.new_empty(0) if kept.log_decay is None else torch.empty_like(erase)
+    return Gradients(k.new_empty(k.shape[0], *k.shape[2:]), torch.empty_like(k), torch.empty_like(erase), decay)
 
 
-@last_backward.register_fake
-def _(d_c, k, erase, log_decay, c, r):
-    B, _, H, K = k.shape
-    return (
-        k.new_empty(B, H, K),
-        torch.empty_like(k),
-        torch.empty_like(erase),
-        erase.new_empty(0) if log_decay is None else torch.empty_like(erase),
-    )
+def _backward(d: OutputGradients, kept: Kept) -> Gradients:
+    c, r, k, erase, log_decay = kept
+    found, (B, T, H, _) = _allocate_gradients(d, kept), k.shape
+    decay = erase if log_decay is None else log_decay
+    launch(last_backward_kernel, B * H, k, erase, decay, c, r, d.c, *found, T, **_constants(k, log_decay))
+    return found
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, k, erase, log_decay, _ = inputs
-    ctx.save_for_backward(k, erase, log_decay, *output)
+def _constants(k: Tensor, log_decay: Tensor | None) -> dict[str, Any]:
+    H, K = k.shape[2:]
+    return {"H": H, "K": K, "BK": max(32, power_of_two(K)), "DECAYS": log_decay is not None, "num_warps": 1}
 
 
-def _gradient(ctx: Any, d_c: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    k, erase, log_decay, c, r = ctx.saved_tensors
-    d_q, d_k, d_erase, d_log_decay = last_backward(d_c, k, erase, log_decay, c, r)
-    return d_q, d_k, d_erase, None if log_decay is None else d_log_decay, None
-
-
-last_forward.register_autograd(_gradient, setup_context=_setup)
+last_token = register("last_token", _forward, _allocate, Autograd(_keep, _backward, _allocate_gradients), results=1)
 
 
 def last_coefficients(q: Tensor, k: Tensor, erase: Tensor, log_decay: Tensor | None) -> Tensor:
     """c [B, T, H] of fp32 q [B, H, K], k [B, T, H, K], erase and log_decay [B, T, H].
 
-    Raises:
-        ValueError: other types than fp32, or tensors that are on no GPU.
+    Raises ValueError for other types than fp32, or tensors that are on no GPU.
     """
     inputs = [x for x in (q, k, erase, log_decay) if x is not None]
     if any(x.dtype != torch.float32 for x in inputs):
         raise ValueError(f"backend triton: expected fp32 at most, got {k.dtype}; use backend=torch")
-    if not (k.is_cuda or interpreted()):
-        raise ValueError(f"backend triton: expected CUDA tensors, got {k.device}; use backend=torch")
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    expect_triton(k, {"k": k.dtype})
     decay = None if log_decay is None else log_decay.contiguous()
-    return last_forward(q.contiguous(), k.contiguous(), erase.contiguous(), decay, keep)[0]
+    return last_token(Inputs(q.contiguous(), k.contiguous(), erase.contiguous(), decay, wants_gradient(inputs)))

@@ -9,12 +9,15 @@ chunks, however unequal the sequences; an empty sequence has no chunk and keeps 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from efla_kernels.argument_checks import segment_offsets
+
+CHUNK = 64  # tokens
 
 
 class ChunkGrid:
@@ -87,3 +90,41 @@ class ChunkGrid:
         if self.order is not None:
             final = final.index_select(0, torch.argsort(self.order))
         return torch.cat(outputs), final
+
+
+def chunk_decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """From log_decay [..., C]: Gamma [..., C, C] (0 above the diagonal) and exp(b) [..., C].
+
+    Gamma's exponents are summed per column from the diagonal down, not taken as differences of one cumulative sum: a
+    token that forgets everything (log_decay -1e4, or -inf) would leave no digits of the small decays behind it.
+    """
+    length = log_decay.shape[-1]
+    below = torch.ones(length, length, dtype=torch.bool, device=log_decay.device).tril(-1)
+    exponent = torch.where(below, log_decay.unsqueeze(-1), 0.0).cumsum(-2)
+    return exponent.masked_fill(below.transpose(0, 1), float("-inf")).exp(), log_decay.cumsum(-1).exp()
+
+
+def first_state(
+    initial_state: Tensor | None, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The initial state in `dtype`, zeros where there is none."""
+    return torch.zeros(shape, dtype=dtype, device=device) if initial_state is None else initial_state.to(dtype)
+
+
+def whole_sequences(
+    x: Tensor,
+    state_shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> list[tuple[slice, int, int, Tensor]]:
+    """(batch rows, first token, end token, initial state) of what runs together: the whole batch, or each segment."""
+    batch, tokens = x.shape[:2]
+    bounds = [0, tokens] if cu_seqlens is None else segment_offsets(cu_seqlens, tokens)
+    sequences = batch if cu_seqlens is None else len(bounds) - 1
+    states = first_state(initial_state, (sequences, *state_shape), dtype, x.device)
+    per_run = batch if cu_seqlens is None else 1
+    return [
+        (slice(0, batch), first, last, states[n * per_run : (n + 1) * per_run])
+        for n, (first, last) in enumerate(pairwise(bounds))
+    ]
