@@ -6,25 +6,25 @@ stored in fp32 as every export is. Neither library's model is built, and flash-l
 """
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging
 
 from efla_lm.errors import UserError
 from efla_lm.evaluation.checkpoints import find
-from efla_lm.models import EflaConfig, EflaForCausalLM
+from efla_lm.models import EflaForCausalLM
 from efla_lm.models.conversion import LAYOUTS, from_layout, to_layout
+from efla_lm.models.pretrained import load_causal_lm, load_own_config
 from efla_lm.run.checkpoint import tokenizer_dir
 from efla_lm.run.export import load_model, whole_folder
+from efla_lm.run.tokenizer_files import copy_tokenizer
 from efla_lm.settings import entry
 from efla_lm.settings.fields import MISSING, PATH, key
-
-TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 
 
 @dataclass
@@ -61,7 +61,7 @@ def to_ours(checkpoint: str, _: str, out: Path) -> str:
     model.load_state_dict(state)
     with whole_folder(out) as partial:
         model.save_pretrained(partial)
-        copy_tokenizer(source, partial)
+        keep_tokenizer(source, partial)
     return config.mixer
 
 
@@ -77,15 +77,13 @@ def to_others(checkpoint: str, layout: str, out: Path) -> str:
     written, tensors = to_layout(layout, model.config, state)
     with whole_folder(out) as partial:
         write_folder(written, tensors, layout, partial)
-        copy_tokenizer(tokenizer, partial)
+        keep_tokenizer(tokenizer, partial)
     return str(model.config.mixer)
 
 
 def load_export(folder: Path) -> Any:
     """Our model of an export. Raises UserError for another library's folder."""
-    if json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") != EflaConfig.model_type:
-        raise UserError(f"{folder}: no model of ours (config.json has no model_type {EflaConfig.model_type!r})")
-    return EflaForCausalLM.from_pretrained(folder, local_files_only=True)
+    return load_causal_lm(folder, config=load_own_config(folder))
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -95,8 +93,11 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"{folder}: no safetensors file; load the model with its library and save_pretrained it anew")
-    given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return given, {name: x.float() for file in files for name, x in load_file(file).items()}
+    try:
+        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return given, {name: x.float() for file in files for name, x in load_file(file).items()}
+    except (ValueError, RecursionError, SafetensorError) as error:
+        raise UserError(f"{folder}: config.json or weights cannot be read: {error}") from None
 
 
 def write_folder(written: dict[str, Any], tensors: dict[str, Tensor], layout: str, folder: Path) -> None:
@@ -110,12 +111,9 @@ def write_folder(written: dict[str, Any], tensors: dict[str, Tensor], layout: st
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
+def keep_tokenizer(source: Path, folder: Path) -> None:
     """The tokenizer's files, where the source has them."""
-    files = {file for pattern in TOKENIZER for file in source.glob(pattern)}
-    for file in files:
-        shutil.copy2(file, folder / file.name)
-    if not files:
+    if not copy_tokenizer(source, folder):
         print(f"{source} has no tokenizer: put one beside the weights before eval.py or scripts.generate read them")
 
 

@@ -45,7 +45,7 @@ from datasets import load_dataset
 from transformers import AutoTokenizer
 kind, files, tokenizer, text_field, cache = json.loads(sys.argv[1])
 rows = load_dataset(kind, data_files=files, split="train", cache_dir=cache)
-tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
 def encode(batch):
     ids = tokenizer(batch[text_field], add_special_tokens=False).input_ids
     return {"input_ids": [[*document, tokenizer.eos_token_id] for document in ids]}

@@ -9,7 +9,6 @@ ORG/NAME                   a model on the hub
 from __future__ import annotations
 
 import hashlib
-import importlib
 import re
 import sys
 from dataclasses import dataclass
@@ -19,11 +18,10 @@ from typing import Any
 import torch
 import transformers
 import yaml
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import efla_lm  # noqa: F401  registers our model with the Auto classes
 from efla_lm.errors import UserError
+from efla_lm.models.pretrained import load_causal_lm, load_tokenizer
 from efla_lm.parallel.distributed import is_whole
 from efla_lm.run.checkpoint import find_checkpoint, newest_checkpoint, tokenizer_dir, weights_damage
 from efla_lm.run.export import load_model as load_step
@@ -95,12 +93,13 @@ def load(checkpoint: Checkpoint) -> tuple[Any, Any]:
         UserError: weights, configuration or tokenizer are missing, or do not fit together.
     """
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = _load_tokenizer(checkpoint)
-    model = (
-        load_step(Path(checkpoint.location), verified=True)
-        if checkpoint.kind == "step"
-        else _load_pretrained(checkpoint)
-    )
+    local = checkpoint.kind != "hub"
+    if checkpoint.kind == "step":
+        step_dir = Path(checkpoint.location)
+        tokenizer, model = load_tokenizer(tokenizer_dir(step_dir)), load_step(step_dir, verified=True)
+    else:
+        tokenizer = load_tokenizer(checkpoint.location, local)
+        model = load_causal_lm(checkpoint.location, local)
     largest = max(tokenizer.get_vocab().values())
     rows = model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
@@ -117,46 +116,6 @@ def place(model: Any, dtype: str, device: torch.device) -> Any:
         if not is_whole(name):
             parameter.data = parameter.data.to(DTYPES[dtype])
     return model.to(device)
-
-
-def _load_tokenizer(checkpoint: Checkpoint) -> Any:
-    folder = checkpoint.location if checkpoint.kind != "step" else str(tokenizer_dir(Path(checkpoint.location)))
-    local = checkpoint.kind != "hub"
-    if local and not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        raise UserError(f"{folder}: no tokenizer here (expected tokenizer.json)")
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=local)
-    except (OSError, ValueError) as error:
-        taken = "" if local else " (no folder of that name is here, so that it was taken for one of the hub)"
-        raise UserError(f"{folder}: the tokenizer cannot be loaded{taken}: {_first_line(error)}") from error
-
-
-def _load_pretrained(checkpoint: Checkpoint) -> Any:
-    factory: Any = AutoModelForCausalLM
-    try:
-        model, report = factory.from_pretrained(
-            checkpoint.location,
-            config=_load_config(checkpoint),
-            dtype="auto",
-            local_files_only=checkpoint.kind != "hub",
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: tensors of another shape
-        raise UserError(f"checkpoint={checkpoint.location} cannot be loaded: {_first_line(error)}") from error
-    if missing := sorted(report["missing_keys"]):
-        raise UserError(f"{checkpoint.location}: {len(missing)} weights are missing, the first is {missing[0]}")
-    return model
-
-
-def _load_config(checkpoint: Checkpoint) -> Any:
-    local = checkpoint.kind != "hub"
-    try:
-        return AutoConfig.from_pretrained(checkpoint.location, local_files_only=local)
-    except ValueError as error:
-        if "model type" not in str(error):
-            raise
-        importlib.import_module("fla")  # registers flash-linear-attention's models
-        return AutoConfig.from_pretrained(checkpoint.location, local_files_only=local)
 
 
 def weights_hash(model: Any) -> str:
@@ -186,12 +145,10 @@ def token_folder(checkpoint: Checkpoint) -> Path:
     """
     if checkpoint.run_dir is None:
         raise UserError(f"{checkpoint.location} belongs to no run ({RUN_CONFIG}): give tasks.data_dir=FOLDER")
-    path = checkpoint.run_dir / RUN_CONFIG
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    try:
-        return Path(content["data"]["dir"])
-    except (TypeError, KeyError):
-        raise UserError(f"{path} names no data.dir: give tasks.data_dir=FOLDER") from None
+    found = _run_setting(checkpoint, "data", "dir")
+    if not isinstance(found, str):
+        raise UserError(f"{checkpoint.run_dir / RUN_CONFIG} names no data.dir: give tasks.data_dir=FOLDER")
+    return Path(found)
 
 
 def trained_with_bos(checkpoint: Checkpoint) -> bool | None:
@@ -214,11 +171,14 @@ def _run_setting(checkpoint: Checkpoint, *names: str) -> Any:
     """A value of the run's resolved configuration, or None where it is not known."""
     if checkpoint.run_dir is None:
         return None
-    value = yaml.safe_load((checkpoint.run_dir / RUN_CONFIG).read_text(encoding="utf-8"))
+    path = checkpoint.run_dir / RUN_CONFIG
+    if not path.is_file():
+        return None
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{path}: expected the settings of a run in YAML ({first}); mend it or move it away") from None
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]

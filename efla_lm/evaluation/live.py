@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from efla_lm.errors import UserError
 from efla_lm.evaluation import heldout
@@ -22,6 +21,7 @@ from efla_lm.evaluation.scoring import Scorer
 from efla_lm.evaluation.tasks import describe_missing
 from efla_lm.evaluation.tokens import TokenPolicy
 from efla_lm.models import EflaForCausalLM
+from efla_lm.models.pretrained import load_tokenizer
 from efla_lm.parallel.distributed import World, reshard
 from efla_lm.settings import LiveEvalSettings
 
@@ -47,7 +47,7 @@ class LiveEvaluation:
         context: int,
         micro_tokens: int,
     ) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
+        tokenizer = load_tokenizer(tokenizer_dir)
         self._policy, self._world, self._limit = TokenPolicy(tokenizer), world, settings.limit
         self._context, self._micro_tokens = context, micro_tokens
         self._task_sets, missing = load_tasks(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -20,6 +21,7 @@ from typing import Any
 import datasets
 import huggingface_hub.constants
 import lm_eval.tasks
+import pyarrow
 from lm_eval.tasks import TaskManager
 
 from efla_lm.errors import UserError
@@ -132,7 +134,10 @@ def _load_local_task(manager: TaskManager, name: str, folder: Path, key: str) ->
         raise MissingTask(f"task {name}: its configuration names neither a test nor a validation split")
     path = find_file(folder, name, split, key)
     rows, digest = read_rows(path)
-    documents = datasets.Dataset.from_list(rows)
+    try:
+        documents = datasets.Dataset.from_list(rows)
+    except (ValueError, TypeError, OverflowError, pyarrow.ArrowException) as error:
+        raise MissingTask(f"task {name}: {path} mixes types in one field ({error})") from error
 
     def read_local(**metadata: Any) -> dict[str, datasets.Dataset]:  # lm-eval passes the task's metadata
         return {split: documents}
@@ -178,7 +183,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], str]:
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise MissingTask(f"{path} cannot be read ({type(error).__name__}: {error})") from error
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(text.split("\n"), start=1):
@@ -186,7 +191,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], str]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise MissingTask(f"{path}:{number} is not JSON ({error})") from error
         if not isinstance(row, dict) or (rows and row.keys() != rows[0].keys()):
             expected = f"the fields {', '.join(rows[0])}" if rows else "an object"

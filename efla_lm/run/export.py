@@ -14,8 +14,10 @@ from pathlib import Path
 from transformers.utils import logging
 
 from efla_lm.errors import UserError
-from efla_lm.models import EflaConfig, EflaForCausalLM
+from efla_lm.models import EflaForCausalLM
+from efla_lm.models.pretrained import load_own_config
 from efla_lm.run.checkpoint import load_model_weights, tokenizer_dir
+from efla_lm.run.tokenizer_files import copy_tokenizer, tokenizer_files
 
 
 def load_model(step_dir: Path, verified: bool = False) -> EflaForCausalLM:
@@ -24,10 +26,13 @@ def load_model(step_dir: Path, verified: bool = False) -> EflaForCausalLM:
 
     verified: whether `find_checkpoint` has checked the weights. Raises UserError if the two do not fit.
     """
-    config = EflaConfig.from_pretrained(step_dir)
+    config = load_own_config(step_dir)
     config.backend = "auto"
     model = EflaForCausalLM(config)
-    missing, unexpected = model.load_state_dict(load_model_weights(step_dir, verified), strict=False)
+    try:
+        missing, unexpected = model.load_state_dict(load_model_weights(step_dir, verified), strict=False)
+    except RuntimeError as error:  # a tensor of another shape
+        raise UserError(f"{step_dir}: its tensors do not fit its config.json: {' '.join(str(error).split())}") from None
     model.tie_weights()
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
     if wrong := sorted({*missing, *unexpected} - tied):
@@ -42,13 +47,13 @@ def export_checkpoint(step_dir: Path, out: Path, verified: bool = False) -> Path
     Raises UserError if the tokenizer is missing, or if `out` holds anything but an export.
     """
     tokenizer = tokenizer_dir(step_dir)
-    if not tokenizer.is_dir():
+    if not tokenizer_files(tokenizer):
         raise UserError(f"{tokenizer}: the tokenizer of {step_dir} is missing, so the export would be incomplete")
     model = load_model(step_dir, verified)
     with whole_folder(out) as partial:
         logging.disable_progress_bar()  # one bar per file, drawn over the live line of training
         model.save_pretrained(partial)
-        shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
+        copy_tokenizer(tokenizer, partial)
     return out
 
 

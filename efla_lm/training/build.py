@@ -22,6 +22,7 @@ from efla_lm.parallel.distributed import World, hold_whole, holds_whole, shard_m
 from efla_lm.parallel.overlap import sum_in_backward
 from efla_lm.run.checkpoint import check_identity, checkpoints_in, find_checkpoint
 from efla_lm.run.meta import read_meta
+from efla_lm.run.tokenizer_files import copy_tokenizer
 from efla_lm.run.verify import fault_in
 from efla_lm.settings import TrainSettings
 from efla_lm.training import corpus
@@ -187,6 +188,7 @@ def keep_tokenizer(data: TokenFile, run_dir: Path) -> None:
         return
     partial = run_dir / "tokenizer.tmp"
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(data.tokenizer_dir, partial)
+    partial.mkdir()
+    copy_tokenizer(data.tokenizer_dir, partial)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)

@@ -53,7 +53,9 @@ def evaluate_stock(
     location: str, device: Any, task_sets: Any, batch_size: Any, limit: int | None
 ) -> tuple[Any, Recorder]:
     """(results, recorded scores) of lm-eval's stock model, which loads the export itself, in fp32."""
-    harness = HFLM(pretrained=location, dtype="float32", device=str(device), batch_size=batch_size)
+    harness = HFLM(
+        pretrained=location, dtype="float32", device=str(device), batch_size=batch_size, trust_remote_code=False
+    )
     recorder = Recorder(harness)
     return run_any(harness, task_sets, limit=limit), recorder
 

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 from efla_kernels.environment import commit
-from transformers import AutoTokenizer
 
 from efla_lm.devices import choose_device
 from efla_lm.errors import UserError
 from efla_lm.evaluation import checkpoints, results
 from efla_lm.evaluation.settings import EvalSpeedSettings
 from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
+from efla_lm.models.pretrained import load_tokenizer
 from efla_lm.settings import TrainSettings, check_output, compose, entry
 from scripts.eval_compare.run import compare_values
 
@@ -47,7 +47,7 @@ def main(settings: EvalSpeedSettings) -> int:
         raise UserError(f"gpus={settings.gpus}: this machine has {torch.cuda.device_count()}")
     out = Path(settings.out)
     check_output(out)
-    tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
+    tokenizer = load_tokenizer(settings.tokenizer, local=Path(settings.tokenizer).exists())
     recipe = compose("train", [f"size={settings.size}", f"model.vocab_size={len(tokenizer)}"], TrainSettings)
     config = EflaConfig(**asdict(recipe.model) | {"max_position_embeddings": CONTEXT})
     model = EflaForCausalLM(config).eval()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,9 @@ import pytest
 from efla_data.corpus.manifest import load_manifest, make_split
 from efla_data.corpus.writer import write_token_files
 from efla_data.errors import DataError
+from efla_data.loader.batches import TrainLoader
+from efla_data.loader.packed import PackedSequences
+from efla_data.loader.sequences import StreamSequences
 from efla_data.loader.token_file import TokenFile
 
 DOCUMENTS = {"train": [[5, 6, 7, 1], [8, 1], [9, 9, 9, 9, 1]], "heldout": [[5, 1]]}
@@ -114,6 +119,19 @@ def test_missing_split(tmp_path: Path) -> None:
         (lambda raw: raw.update(schema=99), "schema 99, this version reads 1"),
         (lambda raw: raw.update(format="other"), "not a manifest of token files"),
         (lambda raw: raw["splits"]["train"].pop("tokens"), "damaged manifest"),
+        (lambda raw: raw["splits"]["train"]["shards"][0].update(tokens_file=[]), "tokens_file should be of type str"),
+        (lambda raw: raw["splits"]["train"]["shards"][0].update(tokens="x"), "tokens should be of type int"),
+        (lambda raw: raw["splits"]["train"]["shards"][0].update(documents=-1), "documents should be of type int"),
+        (lambda raw: raw["splits"]["train"]["shards"][0].update(tokens=True), "tokens should be of type int"),
+        (lambda raw: raw["splits"]["train"]["shards"][0].update(index_file="../x"), "should be a file of this folder"),
+        (lambda raw: raw["splits"]["train"]["shards"][0].update(tokens_file="/etc/passwd"), "a file of this folder"),
+        (lambda raw: raw["splits"]["train"]["shards"][0].update(tokens_file=".."), "a file of this folder"),
+        (lambda raw: raw["splits"]["train"].update(shards=None), "damaged manifest"),
+        (lambda raw: raw["splits"].update(train=None), "damaged manifest"),
+        (lambda raw: raw.update(dtype="O"), "dtype should be one of"),
+        (lambda raw: raw.update(dtype=None), "dtype should be one of"),
+        (lambda raw: raw["tokenizer"].update(vocab_size=None), "vocab_size should be of type int"),
+        (lambda raw: raw["tokenizer"].update(eos_id=10), "below vocab_size 10"),
         (lambda raw: raw.update(extra=1), "damaged manifest"),
     ],
 )
@@ -203,3 +221,59 @@ def test_fifty_billion_tokens_cost_no_memory(tmp_path: Path, shards: int) -> Non
     assert count == tokens
     assert mebibytes < 100
     assert seconds < 5
+
+
+def damage(path: Path, dtype: str, index: int, value: int) -> None:
+    numbers = np.fromfile(path, dtype)
+    numbers[index] = value
+    numbers.tofile(path)
+
+
+def loaders(folder: Path) -> dict[str, Callable[[], TrainLoader]]:
+    file = TokenFile.open(folder)
+    return {
+        "stream": lambda: TrainLoader(StreamSequences(file, 2), 1, 1, shuffle=False),
+        "masked": lambda: TrainLoader(StreamSequences(file, 2, mask_boundaries=True), 1, 1, shuffle=False),
+        "packed": lambda: TrainLoader(PackedSequences(file, 5), 1, 1, shuffle=False),
+    }
+
+
+@pytest.mark.parametrize("kind", ["stream", "masked", "packed"])
+def test_an_id_beyond_the_vocabulary_is_named_with_its_file_and_step(folder: Path, kind: str) -> None:
+    damage(folder / "train-00000.bin", "<u2", 7, 10)
+    loader = loaders(folder)[kind]()
+    found = []
+    for step in range(loader.sequences.count):
+        try:
+            batch = loader.batch(step, 0)
+            assert batch.input_ids.max() < 10 and batch.targets.max() < 10
+        except DataError as error:
+            found.append(step)
+            assert str(error).startswith(f"batch of step {step}: {folder / 'train-00000.bin'}: damaged, token id 10 at")
+    assert found
+
+
+@pytest.mark.parametrize("value", [0, 3, 12, 1 << 35, (1 << 63) - 1, (1 << 64) - 1])
+def test_a_wrong_document_end_is_one_error(folder: Path, value: int) -> None:
+    """Not an allocation of many GiB."""
+    damage(folder / "train-00000.idx", "<u8", 1, value)
+    file = TokenFile.open(folder)
+    with pytest.raises(DataError, match=r"damaged index \(\*\.idx\), document"):
+        for number in range(3):
+            file.document(number)
+    with pytest.raises(DataError, match=r"damaged index \(\*\.idx\), document"):
+        loaders(folder)["packed"]()
+    masked = loaders(folder)["masked"]()
+    for step in range(masked.sequences.count):
+        with contextlib.suppress(DataError):
+            masked.batch(step, 0)
+
+
+def test_a_damaged_plan_of_packed_documents_is_one_error(folder: Path) -> None:
+    assert loaders(folder)["packed"]().batch(0, 0)
+    (lengths,) = folder.glob("packing/*/lengths.bin")
+    damage(lengths, "<u4", 0, 1 << 31)
+    loader = loaders(folder)["packed"]()
+    with pytest.raises(DataError, match="damaged plan of packed documents"):
+        for step in range(loader.sequences.count):
+            loader.batch(step, 0)

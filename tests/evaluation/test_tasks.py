@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 from pathlib import Path
 
@@ -84,6 +85,24 @@ def test_a_cut_gzip_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(b'{"goal": "a"}\n' * 100)[:-5])
     with pytest.raises(MissingTask, match="cannot be read"):
         read_rows(path)
+
+
+def test_every_flipped_byte_of_a_gzip_file_is_refused_or_read(tmp_path: Path) -> None:
+    path = tmp_path / "piqa_validation.jsonl.gz"
+    content = gzip.compress(b'{"goal": "a long enough text"}\n' * 5, mtime=0)
+    for position in range(len(content)):
+        changed = bytearray(content)
+        changed[position] ^= 1 << position % 8
+        path.write_bytes(changed)
+        with contextlib.suppress(MissingTask):
+            assert len(read_rows(path)[0]) == 5
+
+
+def test_mixed_types_in_a_field_are_refused(tmp_path: Path) -> None:
+    rows = [{"question": {"stem": "a"}, "answerKey": "A"}, {"question": 1, "answerKey": [2]}]
+    write_rows(tmp_path / "openbookqa_test.jsonl", rows)
+    with pytest.raises(MissingTask, match=r"openbookqa_test\.jsonl mixes types in one field"):
+        load_local(manager_for(["openbookqa"]), "openbookqa", tmp_path)
 
 
 def test_a_file_with_other_fields_does_not_fit_the_task(tmp_path: Path) -> None:

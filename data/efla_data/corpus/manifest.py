@@ -13,7 +13,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from efla_data.errors import DataError
 
@@ -21,6 +21,7 @@ FORMAT = "efla-token-files"
 SCHEMA = 1
 FILE_NAME = "manifest.json"
 SPLITS = ("train", "heldout")
+DTYPES = ("uint16", "uint32")
 AGAIN = "make it again with scripts.prepare overwrite=true"
 
 
@@ -58,6 +59,9 @@ class Split:
     text_bytes: int
     fingerprint: str
     shards: list[Shard]
+
+
+Part = TypeVar("Part", TokenizerInfo, Shard, Split)
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,26 @@ def make_split(dtype: str, tokenizer: TokenizerInfo, shards: list[Shard]) -> Spl
     )
 
 
+def _checked(part: Part) -> Part:
+    """The same part of a manifest. ValueError for a field of another type, a negative number, or a path."""
+    for item in dataclasses.fields(part):
+        kind = str(item.type)
+        right = {"int": int, "str": str, "bool": bool}.get(kind.removesuffix(" | None"))
+        if right is not None:
+            _check_value(item.name, getattr(part, item.name), right, kind)
+    return part
+
+
+def _check_value(name: str, value: Any, right: type, kind: str) -> None:
+    if value is None and kind.endswith("None"):
+        return
+    wrong = type(value) is not right
+    if wrong or (right is int and value < 0):
+        raise ValueError(f"{name} should be of type {kind}, is {value!r:.80}")
+    if name.endswith("_file") and (value in ("", ".", "..") or Path(value).name != value):
+        raise ValueError(f"{name} should be a file of this folder, is {value!r:.80}")
+
+
 def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """Read and check `manifest.json`. DataError when it is missing, not ours, of another schema, or altered."""
     path = Path(folder) / FILE_NAME
@@ -126,13 +150,20 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
             raise DataError(f"{path}: not a manifest of token files (expected format {FORMAT!r})")
         if raw.get("schema") != SCHEMA:
             raise DataError(f"{path}: schema {raw.get('schema')!r}, this version reads {SCHEMA}; {AGAIN}")
-        raw["tokenizer"] = TokenizerInfo(**raw["tokenizer"])
+        raw["tokenizer"] = tokenizer = _checked(TokenizerInfo(**raw["tokenizer"]))
+        if max(tokenizer.eos_id, tokenizer.bos_id or 0) >= tokenizer.vocab_size:
+            raise ValueError(f"eos_id and bos_id should be below vocab_size {tokenizer.vocab_size}")
         splits = {}
         for name, split in raw["splits"].items():
-            splits[name] = Split(**{**split, "shards": [Shard(**shard) for shard in split["shards"]]})
+            shards = [_checked(Shard(**shard)) for shard in split["shards"]]
+            splits[name] = _checked(Split(**{**split, "shards": shards}))
         raw["splits"] = splits
         manifest = Manifest(**raw)
-    except (TypeError, KeyError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        if manifest.dtype not in DTYPES:
+            raise ValueError(f"dtype should be one of {', '.join(DTYPES)}, is {manifest.dtype!r:.80}")
+    except DataError:
+        raise
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: damaged manifest ({error}); {AGAIN}") from error
     for name, split in manifest.splits.items():
         expected = split_fingerprint(manifest.dtype, manifest.tokenizer, split.shards)

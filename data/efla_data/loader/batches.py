@@ -94,9 +94,12 @@ class TrainLoader:
         return self._cached[1]
 
     def batch(self, step: int, micro: int) -> Batch:
-        """Micro-batch `micro` of `step` for this rank."""
+        """Micro-batch `micro` of `step` for this rank. DataError naming step and file where the data are damaged."""
         ids = self.sequence_ids(step, micro)
-        return _make_batch(self.sequences.read(ids), ids)
+        try:
+            return _make_batch(self.sequences.read(ids), ids)
+        except DataError as error:
+            raise DataError(f"batch of step {step}: {error}") from None
 
 
 class ValidationLoader:

@@ -56,7 +56,13 @@ class PackedSequences:
             place = 0
             segments = zip(plan.starts[first:last].tolist(), plan.lengths[first:last].tolist(), strict=True)
             for number, (start, length) in enumerate(segments):
+                if place + length > T or start + length > len(tokens) or number >= self.max_documents:
+                    where = self.token_file.folder / "packing"
+                    raise DataError(
+                        f"{where}: damaged plan of packed documents, sequence {sequence}; remove that folder"
+                    )
                 ids = tokens[max(start - 1, 0) : start + length]
+                self.token_file.check_ids(ids, start)
                 # The first document of the stream has no token before it: its first input stays EOS.
                 inputs[row, place + length - (len(ids) - 1) : place + length] = ids[:-1]
                 targets[row, place : place + length] = ids[-length:]

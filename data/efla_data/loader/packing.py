@@ -146,8 +146,13 @@ def _blocks(token_file: TokenFile) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     before = 0
     for first in range(0, token_file.num_documents, BLOCK_DOCUMENTS):
         ends = token_file.document_ends[first : first + BLOCK_DOCUMENTS].astype(np.int64)
-        starts = np.concatenate([[before], ends[:-1]]) + opening
-        before = int(ends[-1])
+        starts = np.concatenate([[before], ends[:-1]])
+        if (wrong := np.flatnonzero((ends < starts) | (ends > token_file.num_tokens))).size:
+            document = int(wrong[0])
+            raise token_file.damaged_index(
+                f"document {first + document} is from token {starts[document]} to {ends[document]}"
+            )
+        starts, before = starts + opening, int(ends[-1])
         used = ends > starts
         yield starts[used], (ends - starts)[used]
 

@@ -110,20 +110,32 @@ class StreamSequences:
                     ids = tokens[sequence * T : sequence * T + T + 1]
                     inputs[row, : min(len(ids), T)] = ids[:T]
                     targets[row, : len(ids) - 1] = ids[1:]
+        for row in _rows_beyond(inputs, targets, self.token_file.vocab_size):
+            self.token_file.check_ids(np.maximum(inputs[row], targets[row]), int(sequences[row]) * T)
         if self.mask_boundaries:
-            _mask_document_starts(targets, self.token_file.document_ends, sequences * T)
+            _mask_document_starts(targets, self.token_file, sequences * T)
         return Rows(inputs, targets)
 
 
-def _mask_document_starts(
-    targets: np.ndarray, document_ends: np.ndarray | ConcatenatedArray, starts: np.ndarray
-) -> None:
+def _rows_beyond(inputs: np.ndarray, targets: np.ndarray, vocab_size: int) -> list[int]:
+    """The rows that hold an id which is not in the vocabulary: none, unless the file is damaged."""
+    if max(inputs.max(initial=0), targets.max(initial=0)) < vocab_size:
+        return []
+    beyond = np.maximum(inputs, targets).max(axis=1) >= vocab_size
+    return np.flatnonzero(beyond).tolist()
+
+
+def _mask_document_starts(targets: np.ndarray, token_file: TokenFile, starts: np.ndarray) -> None:
     """Ignore target (row, t) where token starts[row] + t + 1 opens a document, i.e. is a document end."""
+    document_ends = token_file.document_ends
     low = count_below(document_ends, starts + 1, inclusive=False).tolist()
     high = count_below(document_ends, starts + targets.shape[1], inclusive=True).tolist()
     for row, start in enumerate(starts.tolist()):
         if start >= 0 and high[row] > low[row]:
-            targets[row, document_ends[low[row] : high[row]].astype(np.int64) - 1 - start] = IGNORE
+            places = document_ends[low[row] : high[row]].astype(np.int64) - 1 - start
+            if places.min() < 0 or places.max() >= targets.shape[1]:
+                raise token_file.damaged_index(f"document ends near token {start} do not rise")
+            targets[row, places] = IGNORE
 
 
 def check_context(context: int) -> None:

@@ -103,7 +103,25 @@ class TokenFile:
             where = f"{self.folder} ({self.split})"
             raise IndexError(f"document {index} of {where}: expected 0 <= index < {self.num_documents}")
         bounds = self.document_ends[max(index - 1, 0) : index + 1]
-        return self.tokens[int(bounds[0]) if index else 0 : int(bounds[-1])]
+        start, end = int(bounds[0]) if index else 0, int(bounds[-1])
+        if not start <= end <= self.num_tokens:
+            raise self.damaged_index(f"document {index} is from token {start} to {end}")
+        return self.tokens[start:end]
+
+    def damaged_index(self, found: str) -> DataError:
+        """The error for document ends that do not rise from 0 to N."""
+        return DataError(f"{self.folder} ({self.split}): damaged index (*.idx), {found} of {self.num_tokens}; {AGAIN}")
+
+    def check_ids(self, ids: np.ndarray, position: int) -> None:
+        """DataError where one of `ids`, read from about `position` of the stream on, is not in the vocabulary."""
+        if ids.size and (highest := int(ids.max())) >= self.vocab_size:
+            shards = self.manifest.splits[self.split].shards
+            bounds = np.cumsum([shard.tokens for shard in shards])
+            name = shards[min(int(np.searchsorted(bounds, position, side="right")), len(shards) - 1)].tokens_file
+            raise DataError(
+                f"{self.folder / name}: damaged, token id {highest} at about token {position} of {self.split}, but the "
+                f"vocabulary has {self.vocab_size} ids; {AGAIN}"
+            )
 
     def check_vocabulary(self, model_vocab_size: int) -> None:
         """DataError when the ids do not fit a model with `model_vocab_size` embeddings."""
