@@ -119,7 +119,10 @@ def test_split_sequences(monkeypatch: pytest.MonkeyPatch, initial: bool) -> None
 
 
 def problem(batch: int, tokens: int, heads: int) -> Problem:
-    return Problem(batch, tokens, heads, 1, 128, 64, batch, BF16, False, 132)
+    return Problem(
+        batch=batch, tokens=tokens, heads=heads, groups=1, state_width=128, width=64, sequences=batch, dtype=BF16,
+        packed=False, processors=132,
+    )  # fmt: skip
 
 
 def test_the_split_is_chosen_by_the_programs_that_run() -> None:
@@ -218,7 +221,7 @@ def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     state = torch.zeros(1, 2, 16, 16)
     with pytest.raises(ValueError, match="in place"):
         mamba2_step(x[:, 0], dt[:, 0], h, B[:, 0], B[:, 0], h, h, state.transpose(2, 3), backend="triton")
-    monkeypatch.setattr(ssd_ops, "interpreted", lambda: False)
+    monkeypatch.setattr("efla_kernels.launch.choices.interpreted", lambda: False)
     with pytest.raises(ValueError, match="expected CUDA tensors"):
         mamba2(x, dt, h, B, B, h, h, backend="triton")
     assert backends.resolve_backend("auto", "cpu", "mamba2") == "torch"
@@ -235,11 +238,11 @@ def test_registration(op: str) -> None:
     tensors = [x[n].requires_grad_(n != "dt_mask") if n in x else None for n in NAMES]
     arguments = (*tensors, None, True, True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ssd_ops.ssd_forward, arguments, test_utils=tests)
+    torch.library.opcheck(ssd_ops.duality.op, arguments, test_utils=tests)
     tensors = [None if t is None else t.detach() for t in tensors]
-    y, final, table, states = ssd_ops.ssd_forward(*tensors, None, True, True)
-    backward = (y, final, table, states, *tensors, None)
-    torch.library.opcheck(ssd_ops.ssd_backward, backward, test_utils=("test_schema", "test_faketensor"))
+    y, final, table, states = ssd_ops.duality.op(*tensors, None, True, True)
+    backward = (y, final, table, states, *tensors, None, True, True)
+    torch.library.opcheck(ssd_ops.duality.backward_op, backward, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_registration_of_the_step() -> None:
@@ -248,4 +251,4 @@ def test_registration_of_the_step() -> None:
     arguments = (
         token[0], token[1], x["A_log"], token[2], token[3], x["D"], x["dt_bias"], token[4], x["initial_state"],
     )  # fmt: skip
-    torch.library.opcheck(ssd_ops.ssd_step, arguments)
+    torch.library.opcheck(ssd_ops.step.op, arguments)

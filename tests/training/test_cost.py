@@ -144,7 +144,7 @@ def saved_by_compile(
 
     def duality(x, dt, A_log, B, C, D, dt_bias, **options: Any) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
         steps = (None, A_log, dt_bias, D, None)
-        return ssd_ops.ssd_forward(x, dt, B, C, *steps, None, None, False, keep_states)[0], None
+        return ssd_ops.duality.op(x, dt, B, C, *steps, None, None, False, keep_states)[0], None
 
     def project(gate_up: Tensor, weight: Tensor, *, row_scale: Tensor, onto: Stream, backend: str) -> Tensor:
         return swiglu_linear(gate_up.flatten(0, 1), weight, row_scale.flatten(), *onto.rows()).view(batch, T, -1)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
+from efla_kernels.launch import choices as launch_choices
 from efla_kernels.launch.arguments import power_of_two
 
 
@@ -46,18 +47,12 @@ def choose(N: int, P: int, dtype: torch.dtype) -> Choice:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(launch_choices.Problem):
     """Shapes and options that all launches of one call share, and what follows from them, computed once."""
 
-    batch: int
-    tokens: int
-    heads: int
     groups: int
     state_width: int
     width: int
-    sequences: int
-    dtype: torch.dtype
-    packed: bool
     processors: int
 
     @cached_property
@@ -67,15 +62,8 @@ class Problem:
 
     @cached_property
     def chunks(self) -> int:
-        """Slots for chunk data: exact for equal rows, an upper bound for packed segments."""
-        if self.packed:
-            return self.tokens // self.choice.chunk + self.sequences
-        return self.batch * -(-self.tokens // self.choice.chunk)
-
-    @cached_property
-    def operand(self) -> torch.dtype:
-        """Type of the tensor cores' operands and of stored states; bf16 also for fp16, whose range states may leave."""
-        return torch.float32 if self.dtype == torch.float32 else torch.bfloat16
+        """Slots for chunk data."""
+        return self.chunk_slots(self.choice.chunk)
 
     def state_shape(self, *leading: int) -> tuple[int, ...]:
         """[*leading, H, N, P]."""

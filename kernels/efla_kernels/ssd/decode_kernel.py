@@ -7,13 +7,15 @@ A program owns a block of columns of one head's state: it reads and writes them 
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from efla_kernels.launch.arguments import power_of_two
 from efla_kernels.launch.dispatch import launch
+from efla_kernels.launch.op import register
 from efla_kernels.ssd.gates import rate, softplus
 
 
@@ -68,37 +70,39 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def step(
-    x: Tensor,
-    dt: Tensor,
-    A_log: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    dt_mask: Tensor | None,
-    state: Tensor,
-) -> Tensor:
-    """The kernel's launch; arguments as `efla_kernels.mamba2_step` has checked them."""
-    batch, H, N, P = state.shape
-    x, B, C = _flat(x), _flat(B), _flat(C)
-    dt = dt if dt.stride(1) == 1 else dt.contiguous()
+class StepInputs(NamedTuple):
+    """One token of each sequence, as `efla_kernels.mamba2_step` has checked it; `state` is updated in place."""
+
+    x: Tensor  # [batch, H, P]
+    dt: Tensor  # [batch, H]
+    A_log: Tensor  # [H]
+    B: Tensor  # [batch, G, N]
+    C: Tensor  # [batch, G, N]
+    D: Tensor  # [H]
+    dt_bias: Tensor  # [H]
+    dt_mask: Tensor | None  # [batch]
+    state: Tensor  # [batch, H, N, P] fp32
+
+
+def _step(i: StepInputs) -> Tensor:
+    batch, H, N, P = i.state.shape
+    x, B, C = _flat(i.x), _flat(i.B), _flat(i.C)
+    dt = i.dt if i.dt.stride(1) == 1 else i.dt.contiguous()
     y = x.new_empty(batch, H, P)
     # few rows: more programs per row, so that enough loads are under way
     BP = min(max(16, power_of_two(P)), 16 if batch * H < 256 else 64)
     launch(
         ssd_step_kernel, batch * H * -(-P // BP),
-        x, dt, A_log, B, C, D, dt_bias, dt if dt_mask is None else dt_mask.contiguous(), state, y,
+        x, dt, i.A_log, B, C, i.D, i.dt_bias, dt if i.dt_mask is None else i.dt_mask.contiguous(), i.state, y,
         x.stride(0), dt.stride(0), B.stride(0), C.stride(0),
-        H=H, G=B.shape[1], N=N, P=P, BN=power_of_two(N), BP=BP, MASKED=dt_mask is not None,
+        H=H, G=B.shape[1], N=N, P=P, BN=power_of_two(N), BP=BP, MASKED=i.dt_mask is not None,
         num_warps=4,
     )  # fmt: skip
     return y
 
 
-ssd_step = torch.library.custom_op("efla_kernels::ssd_step", step, mutates_args=("state",))
+def _fake(i: StepInputs) -> Tensor:
+    return i.x.new_empty(i.x.shape)
 
 
-@ssd_step.register_fake
-def _(x, dt, A_log, B, C, D, dt_bias, dt_mask, state):
-    return x.new_empty(x.shape)
+step = register("ssd_step", _step, _fake, mutates=("state",))

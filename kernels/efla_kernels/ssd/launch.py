@@ -9,6 +9,7 @@ from torch import Tensor
 
 from efla_kernels.launch.arguments import Packing, pack, rows_in_place, use_descriptors
 from efla_kernels.launch.dispatch import launch
+from efla_kernels.ssd.buffers import Gradients, Inputs, Kept, OutputGradients, Outputs, allocate_outputs
 from efla_kernels.ssd.choices import Problem
 from efla_kernels.ssd.gates import ssd_gate_gradient_kernel, ssd_table_kernel
 from efla_kernels.ssd.gradient_bc import ssd_gradient_bc_kernel
@@ -19,14 +20,28 @@ from efla_kernels.ssd.scan import ssd_merge_kernel, ssd_scan_kernel
 MERGE_BLOCK = 1024
 
 
-class Steps(NamedTuple):
-    """What steps and decays are made of; None where they are given (`log_decay`) or not part of the call."""
+class Rows(NamedTuple):
+    """The inputs as the kernels read them. `dt` stands in for tensors that a launch does not read."""
 
-    log_decay: Tensor | None
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-    D: Tensor | None
-    dt_mask: Tensor | None
+    x: Tensor
+    dt: Tensor  # [batch, T, H, 1]
+    B: Tensor
+    C: Tensor
+    D: Tensor
+    gates: tuple[Tensor, Tensor, Tensor, Tensor]  # log_decay, A_log, dt_bias, dt_mask
+    packing: Packing
+    strides: tuple[int, ...]  # of x, B, C: token, head
+
+
+def _rows(p: Problem, i: Inputs) -> Rows:
+    x, dt, B, C = rows_in_place(i.x), rows_in_place(i.dt.unsqueeze(-1)), rows_in_place(i.B), rows_in_place(i.C)
+    log_decay, mask = (None if t is None else t.contiguous() for t in (i.log_decay, i.dt_mask))
+    gates = tuple(dt if t is None else t for t in (log_decay, i.A_log, i.dt_bias, mask))
+    return Rows(
+        x, dt, B, C, dt if i.D is None else i.D, gates,  # type: ignore[arg-type]
+        pack(i.cu_seqlens, p.choice.chunk, p.chunks, dt),
+        (x.stride(1), x.stride(2), B.stride(1), B.stride(2), C.stride(1), C.stride(2)),
+    )  # fmt: skip
 
 
 def _tma(p: Problem, x: Tensor, *keys: Tensor) -> bool:
@@ -80,49 +95,34 @@ def _scan(
     scan(outer, left_over, None)
 
 
-def forward(
-    p: Problem,
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    steps: Steps,
-    initial: Tensor | None,
-    cu_seqlens: Tensor | None,
-    output_final: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, final states or empty, table, states before each chunk); the last two serve the backward pass."""
-    choice = p.choice
-    x, dt, B, C = rows_in_place(x), rows_in_place(dt.unsqueeze(-1)), rows_in_place(B), rows_in_place(C)
-    unused = dt
-    packing = pack(cu_seqlens, choice.chunk, p.chunks, unused)
-    fp32: dict[str, Any] = {"device": x.device, "dtype": torch.float32}
-    table = torch.empty(p.chunks, p.heads, 2, choice.chunk, **fp32)
+def forward(p: Problem, i: Inputs) -> Outputs:
+    """Outputs, final states and what the backward pass needs."""
+    rows, out = _rows(p, i), allocate_outputs(p, i)
     launch(
         ssd_table_kernel, _gate_programs(p),
-        dt, *_parameters(steps, unused), *packing, table, p.tokens, dt.stride(1),
-        dt.stride(2), **_gate_flags(p, steps),
+        rows.dt, *rows.gates, *rows.packing, out.table, p.tokens, rows.dt.stride(1), rows.dt.stride(2),
+        **_gate_flags(p, i),
     )  # fmt: skip
-    states = torch.empty(p.state_shape(p.chunks), device=x.device, dtype=p.operand)
-    final = torch.empty(p.state_shape(p.sequences) if output_final else (0,), **fp32)
-    _scan(p, x, B, table, initial, packing, False, final if output_final else None, states)
-    # packed rows that no segment covers stay zero
-    y = (torch.zeros if p.packed else torch.empty)(x.shape, device=x.device, dtype=x.dtype)
-    tma = _tma(p, x)
+    states = out.states if i.keep_states else _new_states(p, rows.x)  # the outputs need them either way
+    _scan(p, rows.x, rows.B, out.table, i.initial, rows.packing, False, out.final if i.output_final else None, states)
+    tma = _tma(p, rows.x)
     each = p.heads_each(1, 2)
     launch(
         ssd_output_kernel, p.chunks * (p.heads // each),
-        x, B, C, unused if steps.D is None else steps.D, table, states, *packing, y,
-        p.tokens, each, x.stride(1), x.stride(2), B.stride(1), B.stride(2), C.stride(1), C.stride(2),
-        SKIP=steps.D is not None, TMA=tma, **p.tile(p.output_block(tma)), **p.flags,
+        rows.x, rows.B, rows.C, rows.D, out.table, states, *rows.packing, out.y, p.tokens, each, *rows.strides,
+        SKIP=i.D is not None, TMA=tma, **p.tile(p.output_block(tma)), **p.flags,
     )  # fmt: skip
-    return y, final, table, states
+    return out
 
 
-def _gate_flags(p: Problem, steps: Steps) -> dict[str, Any]:
+def _new_states(p: Problem, x: Tensor) -> Tensor:
+    return torch.empty(p.state_shape(p.chunks), device=x.device, dtype=p.operand)
+
+
+def _gate_flags(p: Problem, i: Inputs) -> dict[str, Any]:
     return {
-        "H": p.heads, "BH": p.gate_heads, "L": p.choice.chunk, "FUSED": steps.A_log is not None,
-        "MASKED": steps.dt_mask is not None, "PACKED": p.packed, "num_warps": 4,
+        "H": p.heads, "BH": p.gate_heads, "L": p.choice.chunk, "FUSED": i.A_log is not None,
+        "MASKED": i.dt_mask is not None, "PACKED": p.packed, "num_warps": 4,
     }  # fmt: skip
 
 
@@ -130,99 +130,57 @@ def _gate_programs(p: Problem) -> int:
     return p.chunks * -(-p.heads // p.gate_heads)
 
 
-def _parameters(steps: Steps, unused: Tensor) -> list[Tensor]:
-    """What the gates' kernels read beside dt; anything for what is not part of the call."""
-    log_decay, mask = (None if t is None else t.contiguous() for t in (steps.log_decay, steps.dt_mask))
-    return [unused if t is None else t for t in (log_decay, steps.A_log, steps.dt_bias, mask)]
-
-
-class Gradients(NamedTuple):
-    """Gradients of the op's inputs; empty tensors where there is no such input."""
-
-    x: Tensor
-    dt: Tensor
-    B: Tensor
-    C: Tensor
-    log_decay: Tensor
-    parameters: Tensor  # A_log, dt_bias [2, H]
-    D: Tensor
-    initial: Tensor
-
-
-def backward(
-    p: Problem,
-    table: Tensor,
-    states: Tensor,
-    dy: Tensor,
-    d_final: Tensor | None,
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    steps: Steps,
-    initial: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> Gradients:
-    """Gradients of all inputs from dy [B, T, H, P] and the final states' gradient; empty `states` are scanned again."""
-    d_final = None if d_final is None else d_final.contiguous()
-    choice, L = p.choice, p.choice.chunk
-    x, dt, B, C = rows_in_place(x), rows_in_place(dt.unsqueeze(-1)), rows_in_place(B), rows_in_place(C)
-    dy = dy.contiguous()
-    unused = dt
-    packing = pack(cu_seqlens, choice.chunk, p.chunks, unused)
-    fp32: dict[str, Any] = {"device": x.device, "dtype": torch.float32}
+def backward(p: Problem, d: OutputGradients, kept: Kept) -> Gradients:
+    """Gradients of all inputs; states that were not kept are scanned again."""
+    i, table, states, dy = kept.inputs, kept.table, kept.states, d.y
+    rows, choice, L = _rows(p, i), p.choice, p.choice.chunk
+    fp32: dict[str, Any] = {"device": dy.device, "dtype": torch.float32}
     make = torch.zeros if p.packed else torch.empty
     if not states.numel():
-        states = torch.empty(p.state_shape(p.chunks), device=x.device, dtype=p.operand)
-        _scan(p, x, B, table, initial, packing, False, None, states)
-    need_initial = initial is not None
+        states = _new_states(p, rows.x)
+        _scan(p, rows.x, rows.B, table, i.initial, rows.packing, False, None, states)
+    need_initial, skip, fused = i.initial is not None, i.D is not None, i.A_log is not None
     d_states = torch.empty_like(states)
     d_initial = torch.empty(p.state_shape(p.sequences) if need_initial else (0,), **fp32)
-    _scan(p, dy, C, table, d_final, packing, True, d_initial if need_initial else None, d_states)
+    _scan(p, dy, rows.C, table, d.final, rows.packing, True, d_initial if need_initial else None, d_states)
 
-    strides = (x.stride(1), x.stride(2), B.stride(1), B.stride(2), C.stride(1), C.stride(2))
-    block = choice.gradient_x
+    tma, block = _tma(p, rows.x), choice.gradient_x
     blocks = L // block.rows
     places = 3 if blocks == 2 else 1
     each = p.heads_each(places)
-    skip = steps.D is not None
-    dx = make(x.shape, device=x.device, dtype=x.dtype)
-    pairs = torch.empty(p.chunks, p.heads // each, L, L, **fp32)
-    sizes = (p.chunks, p.heads, L)
-    z_own, z_columns, z_rows, z_full, writes, reads = (torch.empty(sizes, **fp32) for _ in range(6))
+    pair_parts = p.heads // each
+    dx = make(i.x.shape, device=dy.device, dtype=i.x.dtype)
+    pairs = torch.empty(p.chunks, pair_parts, L, L, **fp32)
+    z_own, z_columns, z_rows, z_full, writes, reads = (torch.empty(p.chunks, p.heads, L, **fp32) for _ in range(6))
     d_skip = make((p.chunks, p.heads, blocks) if skip else (0,), **fp32)
     launch(
-        ssd_gradient_x_kernel, p.chunks * places * (p.heads // each),
-        x, B, C, unused if steps.D is None else steps.D, dy, table, d_states, *packing, dx, pairs, z_own, z_columns,
-        z_rows, z_full, writes, d_skip, p.tokens, each, *strides, SKIP=skip, TMA=_tma(p, x), **p.tile(block),
-        **p.flags,
+        ssd_gradient_x_kernel, p.chunks * places * pair_parts,
+        rows.x, rows.B, rows.C, rows.D, dy, table, d_states, *rows.packing, dx, pairs, z_own, z_columns, z_rows,
+        z_full, writes, d_skip, p.tokens, each, *rows.strides, SKIP=skip, TMA=tma, **p.tile(block), **p.flags,
     )  # fmt: skip
 
-    pair_parts = p.heads // each
     block = choice.gradient_bc
     blocks = L // block.rows
     each = p.heads_each(2 * blocks, 2)  # all of a group's heads are best: parts are added up by another kernel
     parts = p.heads // p.groups // each
-    whole: dict[str, Any] = {"device": x.device, "dtype": B.dtype if parts == 1 else torch.float32}
-    dB, dC = make(parts, *B.shape, **whole), make(parts, *C.shape, **whole)
-    kept = torch.empty(p.chunks, p.heads, blocks, **fp32)
+    whole: dict[str, Any] = {"device": dy.device, "dtype": i.B.dtype if parts == 1 else torch.float32}
+    dB, dC = make(parts, *i.B.shape, **whole), make(parts, *i.C.shape, **whole)
+    reads_states = torch.empty(p.chunks, p.heads, blocks, **fp32)
     launch(
         ssd_gradient_bc_kernel, p.chunks * 2 * blocks * (p.heads // each),
-        x, B, C, dy, table, states, d_states, pairs, *packing, dB, dC, reads, kept, p.tokens, each, pair_parts,
-        B.numel(), *strides, TMA=_tma(p, x), **p.tile(block), **p.flags,
+        rows.x, rows.B, rows.C, dy, table, states, d_states, pairs, *rows.packing, dB, dC, reads, reads_states,
+        p.tokens, each, pair_parts, i.B.numel(), *rows.strides, TMA=tma, **p.tile(block), **p.flags,
     )  # fmt: skip
 
-    fused = steps.A_log is not None
-    shape = dt.shape[:3]
-    d_dt = make(shape, device=x.device, dtype=dt.dtype)
-    d_decay = make((0,) if fused else shape, **fp32)
+    d_dt = make(i.dt.shape, device=dy.device, dtype=i.dt.dtype)
+    d_decay = make((0,) if fused else i.dt.shape, **fp32)
     sums = make((p.chunks, 2, p.heads) if fused else (0, 2, 0), **fp32)
     launch(
         ssd_gate_gradient_kernel, _gate_programs(p),
-        dt, *_parameters(steps, unused), table, z_own, z_columns, z_rows, z_full, reads, writes, kept, *packing,
-        d_dt, d_decay, sums, p.tokens, dt.stride(1), dt.stride(2), R=choice.gradient_x.rows, KEPT_BLOCKS=blocks,
-        **_gate_flags(p, steps),
+        rows.dt, *rows.gates, table, z_own, z_columns, z_rows, z_full, reads, writes, reads_states, *rows.packing,
+        d_dt, d_decay, sums, p.tokens, rows.dt.stride(1), rows.dt.stride(2), R=choice.gradient_x.rows,
+        KEPT_BLOCKS=blocks, **_gate_flags(p, i),
     )  # fmt: skip
+    dB, dC = (g[0] if parts == 1 else g.sum(0).to(i.B.dtype) for g in (dB, dC))
     d_D = d_skip.sum((0, 2)) if skip else d_skip
-    dB, dC = (d[0] if parts == 1 else d.sum(0).to(B.dtype) for d in (dB, dC))
-    return Gradients(dx, d_dt, dB, dC, d_decay, sums.sum(0), d_D, d_initial)
+    return Gradients(dx, d_dt, dB, dC, d_decay, sums[:, 0].sum(0), sums[:, 1].sum(0), d_D, d_initial)
