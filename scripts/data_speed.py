@@ -8,6 +8,7 @@ Three measurements on the same machine, one JSON:
 """
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from efla_data.corpus.sources import find_files
-from efla_data.corpus.workers import worker_environment
 from efla_data.loader.batches import TrainLoader
 from efla_data.loader.sequences import StreamSequences
 from efla_data.loader.token_file import TokenFile
@@ -125,9 +125,14 @@ def main(settings: DataSpeedSettings) -> None:
     print(_words(report) + f"\n{out}")
 
 
+def _environment() -> dict[str, str]:
+    """What a subprocess needs to import what this process imports."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
 def _figures(program: str, *arguments: str) -> dict[str, float]:
     command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=worker_environment())
+    done = subprocess.run(command, capture_output=True, text=True, env=_environment())
     if done.returncode:
         why = (done.stderr.strip() or "nothing was printed").splitlines()[-1]
         raise UserError(f"the measurement ended with exit code {done.returncode}: {why}")
@@ -142,7 +147,7 @@ def _read(settings: DataSpeedSettings, folder: Path) -> dict[str, float]:
         job = [str(folder), settings.data.context, settings.micro_batch, rank, settings.readers, settings.seconds]
         command = [sys.executable, "-c", READ, json.dumps(job)]
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=worker_environment()
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment()
         )
         processes.append(process)
     for process in processes:

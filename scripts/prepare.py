@@ -40,7 +40,7 @@ class Line:
         rate = progress.tokens / max(progress.seconds, 1e-9)
         left = progress.seconds_left
         text = (
-            f"{progress.fraction:4.0%}  part {progress.units_done} of {progress.units}  "
+            f"{progress.fraction:4.0%}  part {progress.chunks_done} of {progress.chunks}  "
             f"{progress.tokens / 1e6:,.1f} M tokens  {rate / 1e6:.2f} M tokens/s  "
             f"{'' if left is None else f'{left:,.0f} s left'}"
         )

@@ -32,11 +32,12 @@ register_backend("reference", SimpleNamespace(delta_rule=_reference.delta_rule, 
 if find_spec("triton") is not None:  # Linux only
     from efla_kernels.delta_rule import triton_op as _triton
     from efla_kernels.launch import interpreter as _interpreter
+    from efla_kernels.launch.choices import interpreted as _interpreted
     from efla_kernels.ssd.triton_op import ssd_ops as _ssd_ops
 
     for _name, _recompute in (("triton", False), ("triton_recompute", True)):
         _backend = SimpleNamespace(**vars(_triton.delta_ops(_recompute)), **vars(_ssd_ops(_recompute)))
-        register_backend(_name, _interpreter.upcasting_backend(_backend) if _triton.interpreted() else _backend)
+        register_backend(_name, _interpreter.upcasting_backend(_backend) if _interpreted() else _backend)
 
 __all__ = [
     "Stream",

@@ -14,8 +14,8 @@ from tests.data.material import jsonl, many_texts, sentencepiece_folder
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    """Four files of different kinds in several units, with a tokenizer."""
-    monkeypatch.setattr(sources, "SMALLEST_UNIT", 4000)
+    """Four files of different kinds in several chunks, with a tokenizer."""
+    monkeypatch.setattr(sources, "SMALLEST_CHUNK", 4000)
     folder = tmp_path / "text"
     folder.mkdir()
     for n in range(3):

@@ -19,7 +19,7 @@ from tests.data.material import contents, documents, fingerprints, jsonl, load, 
 @pytest.mark.timeout(120)
 def test_same_bytes_on_repeat_and_for_one_and_two_processes(corpus: Recipe, tmp_path: Path) -> None:
     first = prepare(corpus, tmp_path / "one", processes=1)
-    assert len(sources.plan_units(corpus)) >= 4
+    assert len(sources.plan_chunks(corpus)) >= 4
     prepare(corpus, tmp_path / "again", processes=1)
     two = prepare(corpus, tmp_path / "two", processes=2)
     assert contents(tmp_path / "one") == contents(tmp_path / "again") == contents(tmp_path / "two")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from efla_data.corpus import prepare as module
-from efla_data.corpus import sources, workers
+from efla_data.corpus import sources
 from efla_data.corpus.prepare import prepare
 from efla_data.corpus.progress import Progress, Watcher
 from efla_data.corpus.recipe import Recipe
@@ -21,21 +24,21 @@ from efla_data.errors import DataError
 from tests.data.material import contents, fingerprints, jsonl, many_texts
 
 
-def run_killed_after(recipe: Recipe, out: Path, units: int, unit_bytes: int) -> None:
-    """`prepare` with 2 processes in a process of its own, killed when so many units are finished."""
+def run_killed_after(recipe: Recipe, out: Path, chunks: int, chunk_bytes: int) -> None:
+    """`prepare` with 2 processes in a process of its own, killed when so many chunks are finished."""
     code = (
         "import json, sys\n"
         "from efla_data.corpus import sources\n"
         "from efla_data.corpus.prepare import prepare\n"
         "from efla_data.corpus.recipe import Recipe\n"
-        f"sources.SMALLEST_UNIT = {unit_bytes}\n"
+        f"sources.SMALLEST_CHUNK = {chunk_bytes}\n"
         f"prepare(Recipe.from_dict(json.loads(sys.argv[1])), sys.argv[2], processes=2)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, json.dumps(recipe.to_dict()), str(out)])
     try:
         partial = out.with_name(out.name + ".partial")
         deadline = time.monotonic() + 60
-        while len(list((partial / "units").glob("??????.json"))) < units:
+        while len(list((partial / "chunks").glob("??????.json"))) < chunks:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.002)
     finally:
@@ -45,15 +48,15 @@ def run_killed_after(recipe: Recipe, out: Path, units: int, unit_bytes: int) -> 
 
 @pytest.mark.timeout(180)
 def test_killed_run_goes_on_where_it_was(corpus: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "SMALLEST_UNIT", 20_000)
+    monkeypatch.setattr(sources, "SMALLEST_CHUNK", 20_000)
     folder = Path(corpus.sources[0])
     for n in range(8):
         (folder / f"more{n}.jsonl").write_bytes(jsonl(many_texts(2000, seed=10 + n)))
-    run_killed_after(corpus, tmp_path / "out", 3, sources.SMALLEST_UNIT)
+    run_killed_after(corpus, tmp_path / "out", 3, sources.SMALLEST_CHUNK)
     assert not (tmp_path / "out").exists()
-    finished = sorted((tmp_path / "out.partial" / "units").glob("??????.json"))
+    finished = sorted((tmp_path / "out.partial" / "chunks").glob("??????.json"))
     times = {path: path.stat().st_mtime_ns for path in finished}
-    assert 3 <= len(finished) < len(sources.plan_units(corpus))
+    assert 3 <= len(finished) < len(sources.plan_chunks(corpus))
     seen: list[Progress] = []
     renewed: list[Path] = []
 
@@ -64,7 +67,7 @@ def test_killed_run_goes_on_where_it_was(corpus: Recipe, tmp_path: Path, monkeyp
     resumed = prepare(corpus, tmp_path / "out", processes=1, show=show)
     assert not renewed
     assert not (tmp_path / "out.partial").exists()
-    assert seen[-1].units <= len(sources.plan_units(corpus)) - len(finished)
+    assert seen[-1].chunks <= len(sources.plan_chunks(corpus)) - len(finished)
     assert seen[-1].fraction == 1
     straight = prepare(corpus, tmp_path / "straight", processes=1)
     assert fingerprints(resumed) == fingerprints(straight)
@@ -73,10 +76,10 @@ def test_killed_run_goes_on_where_it_was(corpus: Recipe, tmp_path: Path, monkeyp
 
 def test_what_another_plan_left_is_not_used(corpus: Recipe, tmp_path: Path) -> None:
     partial = tmp_path / "out.partial"
-    (partial / "units").mkdir(parents=True)
+    (partial / "chunks").mkdir(parents=True)
     (partial / "plan.json").write_text("{}")
     (partial / "tokenizer_info.json").write_text("{}")
-    (partial / "units" / "000000.json").write_text("{}")
+    (partial / "chunks" / "000000.json").write_text("{}")
     assert fingerprints(prepare(corpus, tmp_path / "out", processes=1)) == fingerprints(
         prepare(corpus, tmp_path / "clean", processes=1)
     )
@@ -91,19 +94,17 @@ def test_a_partial_folder_of_something_else_is_left_alone(corpus: Recipe, tmp_pa
 
 
 def test_half_written_units_are_removed(corpus: Recipe, tmp_path: Path) -> None:
-    """A unit counts when its JSON is there, and what a killed worker was writing does not stay on the disk."""
+    """A chunk counts when its JSON is there, and what a killed worker was writing does not stay on the disk."""
     broken = Recipe.from_dict({**corpus.to_dict(), "sources": [*corpus.sources, str(tmp_path / "bad.jsonl.gz")]})
     (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(jsonl(many_texts(200, seed=9)))[:-9])
     for _ in range(2):
         with pytest.raises(DataError, match="truncated"):
             prepare(broken, tmp_path / "out", processes=1)
-    left = [path.name.split(".")[1] for path in (tmp_path / "out.partial" / "units").iterdir()]
+    left = [path.name.split(".")[1] for path in (tmp_path / "out.partial" / "chunks").iterdir()]
     assert sum(name.isdigit() for name in left) == 4  # of the last attempt: two files for each of two splits
 
 
 def test_two_at_once_in_one_folder_are_refused(corpus: Recipe, tmp_path: Path) -> None:
-    import fcntl
-
     (tmp_path / "out.partial").mkdir()
     with open(tmp_path / "out.partial" / "lock", "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -115,8 +116,7 @@ def test_two_at_once_in_one_folder_are_refused(corpus: Recipe, tmp_path: Path) -
 def test_workers_that_outlive_their_run_are_waited_for(
     corpus: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they are writing belongs to the same units."""
-    import fcntl
+    """What they are writing belongs to the same chunks."""
     import threading
 
     (tmp_path / "out.partial").mkdir()
@@ -125,7 +125,7 @@ def test_workers_that_outlive_their_run_are_waited_for(
         with monkeypatch.context() as patch, pytest.raises(DataError, match="another process is preparing"):
             patch.setattr(module, "WORKERS_WAIT", 0.1)
             prepare(corpus, tmp_path / "out", processes=1)
-        assert not (tmp_path / "out.partial" / "units").exists()
+        assert not (tmp_path / "out.partial" / "chunks").exists()
         threading.Timer(0.5, lambda: fcntl.flock(worker, fcntl.LOCK_UN)).start()
         start = time.monotonic()
         prepare(corpus, tmp_path / "out", processes=1)
@@ -140,24 +140,83 @@ def test_error_in_a_worker_names_its_file_and_keeps_what_is_finished(corpus: Rec
         with pytest.raises(DataError, match=r"3\.jsonl\.gz: truncated or damaged gz file"):
             prepare(corpus, tmp_path / "out", processes=processes)
         assert not (tmp_path / "out").exists()
-        assert list((tmp_path / "out.partial" / "units").glob("*.json"))
+        assert list((tmp_path / "out.partial" / "chunks").glob("*.json"))
 
 
 @pytest.mark.timeout(120)
-def test_death_of_a_worker_is_told(corpus: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = workers.Worker.__init__
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+def test_death_of_a_worker_is_told(
+    corpus: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: int
+) -> None:
+    """One clear message, no worker left behind, and the next run completes the work."""
+    before = multiprocessing.active_children()
+    kill_one = iter([True])
 
-    def start_and_die(self: workers.Worker, folder: Path) -> None:
-        start(self, folder)
-        self.process.kill()
+    def show(progress: Progress) -> None:
+        if next(kill_one, False):
+            worker = next(child for child in multiprocessing.active_children() if child not in before)
+            os.kill(worker.pid or 0, signum)
 
-    monkeypatch.setattr(workers.Worker, "__init__", start_and_die)
-    with pytest.raises(DataError, match=r"a worker ended with exit code -9 \(killed, perhaps for want of memory"):
-        prepare(corpus, tmp_path / "out", processes=2)
+    with pytest.raises(DataError, match="a worker process was killed or crashed, perhaps for want of memory") as caught:
+        prepare(corpus, tmp_path / "out", processes=2, show=show)
+    assert "\n" not in str(caught.value) and "finished parts are kept, run the command again" in str(caught.value)
+    assert multiprocessing.active_children() == before
+    assert fingerprints(prepare(corpus, tmp_path / "out", processes=2)) == fingerprints(
+        prepare(corpus, tmp_path / "clean", processes=1)
+    )
+
+
+@pytest.mark.timeout(120)
+def test_workers_end_with_their_run_and_import_no_main_module(corpus: Recipe, tmp_path: Path) -> None:
+    """A script without `if __name__ == "__main__"` works; its workers do not run it; a killed run leaves no worker."""
+    for n in range(8):
+        (Path(corpus.sources[0]) / f"more{n}.jsonl").write_bytes(jsonl(many_texts(4000, seed=10 + n)))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys\n"
+        "print('main', flush=True)\n"
+        "from efla_data.corpus import sources\n"
+        "from efla_data.corpus.prepare import prepare\n"
+        "from efla_data.corpus.recipe import Recipe\n"
+        "sources.SMALLEST_CHUNK = 20_000\n"
+        "prepare(Recipe.from_dict(json.loads(sys.argv[1])), sys.argv[2], processes=2)\n"
+    )
+    command = [sys.executable, str(script), json.dumps(corpus.to_dict()), str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    chunks = tmp_path / "out.partial" / "chunks"
+    while len(list(chunks.glob("??????.json"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    with open(tmp_path / "out.partial" / "workers.lock", "w") as handle:  # workers hold it shared
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                assert time.monotonic() < deadline, "a worker outlived its run"
+                time.sleep(0.05)
+    assert process.stdout is not None and process.stdout.read() == "main\n"
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "main\n", done.stderr
+
+
+@pytest.mark.timeout(120)
+def test_interrupt_ends_the_workers(corpus: Recipe, tmp_path: Path) -> None:
+    before = multiprocessing.active_children()
+
+    def show(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(corpus, tmp_path / "out", processes=2, show=show)
+    assert multiprocessing.active_children() == before
 
 
 def test_progress_estimates() -> None:
-    """Half of the text read is about half of the time, before any large unit ends and after a resume."""
+    """Half of the text read is about half of the time, before any large chunk ends and after a resume."""
     seen: list[Progress] = []
     watcher = Watcher([10, 90, 100, 500], None, seen.append, interval=0)
     watcher.skip(3, 1)
@@ -166,7 +225,7 @@ def test_progress_estimates() -> None:
     watcher.finish(0, 20)  # 2 bytes of text per byte on disk: 400 in all
     watcher.report(180, 45)
     assert seen[-1].fraction == pytest.approx(0.5)
-    assert (seen[-1].units_done, seen[-1].units, seen[-1].text_bytes, seen[-1].tokens) == (1, 3, 200, 50)
+    assert (seen[-1].chunks_done, seen[-1].chunks, seen[-1].text_bytes, seen[-1].tokens) == (1, 3, 200, 50)
     watcher.report(10_000, 1)
     assert seen[-1].fraction == 0.99  # an estimate never claims to be the end
     watcher.finish(1, 180)

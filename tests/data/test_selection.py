@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from efla_data.corpus import assemble, schedule, selection, sources
+from efla_data.corpus import assemble, selection, sources, tokenise
+from efla_data.corpus.chunk import document_hash, is_held_out
 from efla_data.corpus.prepare import prepare
 from efla_data.corpus.recipe import Recipe
-from efla_data.corpus.unit import document_hash, is_held_out
 from efla_data.errors import DataError
 from efla_data.loader.token_file import TokenFile
 
@@ -94,7 +94,7 @@ def test_sample_is_of_the_whole_corpus(
     repeated: tuple[Recipe, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, margin: float, duplicates: bool
 ) -> None:
     """The documents of lowest hash that hold the budget, in their order. margin 0.05: the first bound is too low."""
-    monkeypatch.setattr(schedule, "MARGIN", margin)
+    monkeypatch.setattr(tokenise, "MARGIN", margin)
     recipe, texts = repeated
     texts = texts if duplicates else distinct(texts)
     whole = changed(recipe, deduplicate=not duplicates, heldout_fraction=0.2)
@@ -138,13 +138,13 @@ def test_sample_larger_than_the_corpus_is_the_corpus(corpus: Recipe, tmp_path: P
 @pytest.mark.parametrize("sample", ["head", "documents"])
 def test_killed_run_goes_on(corpus: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: str) -> None:
     """kill -9 in the middle, twice, and on with another number of processes: the same bytes."""
-    monkeypatch.setattr(sources, "SMALLEST_UNIT", 20_000)
+    monkeypatch.setattr(sources, "SMALLEST_CHUNK", 20_000)
     folder = Path(corpus.sources[0])
     for n in range(8):
         (folder / f"more{n}.jsonl").write_bytes(jsonl(many_texts(1500, seed=10 + n % 5)))
     recipe = changed(corpus, deduplicate=True, sample=sample, max_tokens=60_000)
-    run_killed_after(recipe, tmp_path / "out", 2, sources.SMALLEST_UNIT)
-    run_killed_after(recipe, tmp_path / "out", 4, sources.SMALLEST_UNIT)
+    run_killed_after(recipe, tmp_path / "out", 2, sources.SMALLEST_CHUNK)
+    run_killed_after(recipe, tmp_path / "out", 4, sources.SMALLEST_CHUNK)
     resumed = prepare(recipe, tmp_path / "out", processes=1)
     straight = prepare(recipe, tmp_path / "straight", processes=1)
     assert fingerprints(resumed) == fingerprints(straight)

@@ -16,7 +16,7 @@ from efla_data.corpus import readers, sources
 from efla_data.corpus.prepare import prepare
 from efla_data.corpus.readers import Tally, read_documents
 from efla_data.corpus.recipe import Recipe
-from efla_data.corpus.sources import Piece, parse_hub, plan_units
+from efla_data.corpus.sources import Piece, parse_hub, plan_chunks
 from efla_data.errors import DataError
 
 from tests.data.material import documents, jsonl, many_texts, sentencepiece_folder
@@ -52,7 +52,7 @@ def write(folder: Path, suffix: str, texts: list[str] = TEXTS) -> Path:
 def read(names: list[Path | str], **options: object) -> list[str]:
     """Documents of all pieces, in order."""
     recipe = Recipe([str(name) for name in names], **options)  # type: ignore[arg-type]
-    pieces = [piece for unit in plan_units(recipe) for piece in unit]
+    pieces = [piece for chunk in plan_chunks(recipe) for piece in chunk]
     return [text for piece in pieces for text, _ in read_documents(piece, recipe.text_field, Tally())]
 
 
@@ -66,11 +66,11 @@ def test_every_format(tmp_path: Path, suffix: str) -> None:
 def test_stretches_of_a_file_hold_each_record_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, target: int
 ) -> None:
-    monkeypatch.setattr(sources, "SMALLEST_UNIT", target)
-    monkeypatch.setattr(sources, "LARGEST_UNIT", target)
+    monkeypatch.setattr(sources, "SMALLEST_CHUNK", target)
+    monkeypatch.setattr(sources, "LARGEST_CHUNK", target)
     path = write(tmp_path, suffix, ["the cat", "é" * 30, *TEXTS])
-    units = plan_units(Recipe([str(path)]))
-    assert len(units) > 1 or target == 10_000
+    chunks = plan_chunks(Recipe([str(path)]))
+    assert len(chunks) > 1 or target == 10_000
     assert read([path]) == ["the cat", "é" * 30, *TEXTS]
 
 
@@ -100,13 +100,13 @@ def test_folders_and_globs_are_sorted_and_files_read_once(tmp_path: Path) -> Non
 def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:
     write(tmp_path / "x", ".jsonl", ["train"])
     held = write(tmp_path / "y", ".jsonl", ["held out"])
-    units = plan_units(Recipe([str(tmp_path)], heldout_sources=[str(held)]))
-    assert [(Path(piece.path).parent.name, piece.heldout) for unit in units for piece in unit] == [
+    chunks = plan_chunks(Recipe([str(tmp_path)], heldout_sources=[str(held)]))
+    assert [(Path(piece.path).parent.name, piece.heldout) for chunk in chunks for piece in chunk] == [
         ("x", False),
         ("y", True),
     ]
     with pytest.raises(DataError, match="nothing is left to train on"):
-        plan_units(Recipe([str(held)], heldout_sources=[str(held)]))
+        plan_chunks(Recipe([str(held)], heldout_sources=[str(held)]))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_sources_that_are_not_there(tmp_path: Path, source: str, message: str) -
     for name in ("table.csv", "packed.parquet.gz", "broken.parquet"):
         (tmp_path / name).write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match=message) as error:
-        plan_units(Recipe([str(tmp_path / source)]))
+        plan_chunks(Recipe([str(tmp_path / source)]))
     assert str(tmp_path / source) in str(error.value)
 
 
@@ -167,7 +167,7 @@ def test_bad_rows_of_parquet_cost_only_themselves(tmp_path: Path) -> None:
     bad = pa.array([b"good", b"caf\xe9", None, b"", b"last"]).cast(pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": bad}), path)
     tally = Tally()
-    piece = plan_units(Recipe([str(path)]))[0][0]
+    piece = plan_chunks(Recipe([str(path)]))[0][0]
     assert [text for text, _ in read_documents(piece, "text", tally)] == ["good", "last"]
     assert tally.skipped == {"bad_utf8": 1, "missing_field": 1, "empty": 1}
     assert [example["record"] for example in tally.examples] == [2, 3, 4]
@@ -187,18 +187,18 @@ def test_a_packed_file_without_bytes_is_no_empty_file(tmp_path: Path, suffix: st
 def test_missing_held_out_file_is_named_by_its_key(tmp_path: Path) -> None:
     path = write(tmp_path, ".jsonl")
     with pytest.raises(DataError, match=r"data\.heldout_sources: .*nowhere\.jsonl does not exist"):
-        plan_units(Recipe([str(path)], heldout_sources=[str(tmp_path / "nowhere.jsonl")]))
+        plan_chunks(Recipe([str(path)], heldout_sources=[str(tmp_path / "nowhere.jsonl")]))
 
 
 def test_hub_data_set_is_streamed_shard_by_shard(tmp_path: Path) -> None:
     """A local folder stands in for the hub: `datasets` reads both the same way."""
     for part in range(3):
         write(tmp_path / f"p{part}", ".jsonl.gz", TEXTS[part * 20 : part * 20 + 20])
-    units = plan_units(Recipe([f"hub:{tmp_path}"]))
-    assert len(units) == 3 and all(len(unit) == 1 for unit in units)
+    chunks = plan_chunks(Recipe([f"hub:{tmp_path}"]))
+    assert len(chunks) == 3 and all(len(chunk) == 1 for chunk in chunks)
     assert read([f"hub:{tmp_path}"]) == TEXTS
     with pytest.raises(DataError, match="could not be opened"):
-        plan_units(Recipe([f"hub:{tmp_path}::test"]))
+        plan_chunks(Recipe([f"hub:{tmp_path}::test"]))
 
 
 HUB_CONFIGS = ("slimpajama", "slimpajama_6b", "fineweb_edu", "fineweb_edu_100bt", "wikitext103")
@@ -268,12 +268,12 @@ def test_hub_names() -> None:
 
 
 def test_units_do_not_depend_on_anything_but_the_sources(tmp_path: Path) -> None:
-    """Small files share a unit, hub shards and large files do not."""
+    """Small files share a chunk, hub shards and large files do not."""
     for n in range(5):
         write(tmp_path / f"d{n}", ".jsonl.gz")
-    assert len(plan_units(Recipe([str(tmp_path)]))) == 1
-    big = Piece("x", "jsonl", "xz", False, sources.LARGEST_UNIT * 3, 0)
-    assert [len(unit) for unit in sources._group([big, big], sources.LARGEST_UNIT)] == [1, 1]
+    assert len(plan_chunks(Recipe([str(tmp_path)]))) == 1
+    big = Piece("x", "jsonl", "xz", False, sources.LARGEST_CHUNK * 3, 0)
+    assert [len(chunk) for chunk in sources._group([big, big], sources.LARGEST_CHUNK)] == [1, 1]
 
 
 def test_builtin_corpus() -> None:

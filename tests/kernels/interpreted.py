@@ -14,7 +14,9 @@ import torch
 from efla_kernels import backends, efla
 from efla_kernels.delta_rule import choices
 from efla_kernels.delta_rule import triton_op as ops
+from efla_kernels.launch import choices as launch_choices
 from efla_kernels.launch import dispatch
+from efla_kernels.launch.choices import interpreted
 from efla_kernels.selftest.accuracy import OPS, Case, relative_errors
 from efla_kernels.selftest.run import poisoned_memory
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ def case(op: str = "efla", **changes: object) -> Case:
 
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
-    assert ops.interpreted(), "these tests need TRITON_INTERPRET=1"
+    assert interpreted(), "these tests need TRITON_INTERPRET=1"
     ops.known_problem.cache_clear()  # some tests change what follows from a problem
     with poisoned_memory():
         yield
@@ -127,7 +129,7 @@ def packed_run(tokens: int, backend: str) -> None:
 
 
 def test_what_is_computed_again_is_not_kept() -> None:
-    saved = ops.delta_forward(*forward_arguments("efla", grad=False)[:-1], False)[2:]
+    saved = ops.delta.op(*forward_arguments("efla", grad=False)[:-1], False)[2:]
     assert saved[3].numel() == saved[4].numel() == 0 < saved[0].numel()
 
 
@@ -247,7 +249,7 @@ def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         efla(q, q, q, gate, cu_seqlens=torch.tensor([0, 3, 2, 4]), backend="triton")
     with pytest.raises(ValueError, match="batch size 2"):
         efla(*3 * [q.expand(2, -1, -1, -1)], gate.expand(2, -1, -1), cu_seqlens=torch.tensor([0, 4]), backend="triton")
-    monkeypatch.setattr(ops, "interpreted", lambda: False)
+    monkeypatch.setattr(launch_choices, "interpreted", lambda: False)
     with pytest.raises(ValueError, match="expected CUDA tensors"):
         efla(q, q, q, gate, backend="triton")
     assert backends.resolve_backend("auto", "cpu", "efla") == "torch"
@@ -265,15 +267,14 @@ def forward_arguments(op: str, cu_seqlens: Tensor | None = None, grad: bool = Tr
 def test_registration_of_the_forward_op(op: str) -> None:
     """Schema, fake tensors, autograd; that it traces is `test_compiled_whole_with_changing_lengths`."""
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ops.delta_forward, forward_arguments(op), test_utils=tests)
+    torch.library.opcheck(ops.delta.op, forward_arguments(op), test_utils=tests)
 
 
 def test_registration_of_the_backward_op() -> None:
     arguments = forward_arguments("gated_efla", grad=False)
-    o, final, *saved = ops.delta_forward(*arguments)
-    q, k, v, gate, write, decay, initial, cu, mode, scale, segments, *_ = arguments
-    backward = (o, final, q, k, v, gate, write, decay, initial, cu, saved, mode, scale, segments)
-    torch.library.opcheck(ops.delta_backward, backward, test_utils=("test_schema", "test_faketensor"))
+    o, final, *saved = ops.delta.op(*arguments)
+    backward = (torch.ones_like(o), torch.ones_like(final), *saved, *arguments)
+    torch.library.opcheck(ops.delta.backward_op, backward, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from efla_kernels import convolution_state, short_convolution
-from efla_kernels.delta_rule import triton_op as ops
+from efla_kernels.launch.choices import interpreted
 from efla_kernels.layers import convolution_op as kernels
 from efla_kernels.selftest.accuracy_layers import CONSTANTS, ConvolutionCase
 from efla_kernels.selftest.rows_layers import CONVOLUTIONS
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
-    assert ops.interpreted(), "these tests need TRITON_INTERPRET=1"
+    assert interpreted(), "these tests need TRITON_INTERPRET=1"
     with poisoned_memory():
         yield
 

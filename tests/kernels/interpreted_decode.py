@@ -7,7 +7,7 @@ import pytest
 import torch
 from efla_kernels.delta_rule import choices
 from efla_kernels.delta_rule import decode_kernel as decode
-from efla_kernels.delta_rule import triton_op as ops
+from efla_kernels.launch.choices import interpreted
 
 from efla_lm import EflaForCausalLM
 from efla_lm.models.cache import LayerState
@@ -15,7 +15,7 @@ from efla_lm.models.config import EflaConfig
 from efla_lm.models.sequence import SequenceInfo
 from tests.kernels.decode_inputs import RULES, decode_inputs
 
-assert ops.interpreted(), "these tests need TRITON_INTERPRET=1"
+assert interpreted(), "these tests need TRITON_INTERPRET=1"
 
 
 SHAPES: tuple[dict[str, int], ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from efla_kernels.delta_rule.last_token import RULES, last_weights
-from efla_kernels.delta_rule.triton_op import interpreted
+from efla_kernels.launch.choices import interpreted
 from efla_kernels.selftest.run import poisoned_memory
 
 from tests.kernels.last_cases import inputs, worst_error

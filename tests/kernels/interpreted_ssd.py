@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from efla_kernels import backends, fuses_mamba2_step, mamba2, mamba2_step, ssd
-from efla_kernels.delta_rule import triton_op as ops
+from efla_kernels.launch.choices import interpreted
 from efla_kernels.selftest.accuracy import relative_errors
 from efla_kernels.selftest.accuracy_ssd import SsdCase
 from efla_kernels.selftest.run import poisoned_memory
@@ -32,7 +32,7 @@ def case(op: str = "mamba2", **changes: object) -> SsdCase:
 
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
-    assert ops.interpreted(), "these tests need TRITON_INTERPRET=1"
+    assert interpreted(), "these tests need TRITON_INTERPRET=1"
     ssd_ops.known_problem.cache_clear()  # some tests change what follows from a problem
     with poisoned_memory():
         yield

@@ -1,4 +1,4 @@
-"""Put the token files of finished units together into the shards of each split, and write the manifest."""
+"""Put the token files of finished chunks together into the shards of each split, and write the manifest."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 
 import numpy as np
 
+from efla_data.corpus.chunk import ChunkResult, chunk_prefix
 from efla_data.corpus.manifest import SPLITS, Manifest, Shard, Split, TokenizerInfo, make_split
 from efla_data.corpus.readers import EXAMPLES
 from efla_data.corpus.recipe import Recipe
 from efla_data.corpus.selection import Selection
 from efla_data.corpus.sources import Piece
-from efla_data.corpus.unit import UnitResult, unit_prefix
 from efla_data.corpus.writer import ShardWriter
 from efla_data.errors import DataError
 from efla_data.loader.token_file import INDEX_DTYPE, token_dtype
 
 COPIED_TOKENS = 1 << 22  # at a time, but always a whole document
-SHARD_TOKENS = 1 << 31  # a shard ends with the unit that brings it to so many: at 2 bytes each about 4 GiB
+SHARD_TOKENS = 1 << 31  # a shard ends with the chunk that brings it to so many: at 2 bytes each about 4 GiB
 
 
 def assemble(
     folder: Path,
     out: Path,
     recipe: Recipe,
-    units: list[list[Piece]],
-    results: dict[int, UnitResult],
+    chunks: list[list[Piece]],
+    results: dict[int, ChunkResult],
     info: TokenizerInfo,
     selection: Selection | None = None,
 ) -> Manifest:
-    """Write `OUT/{train,heldout}-00000.{bin,idx}`, further shards and `OUT/manifest.json` from the units in `results`,
+    """Write `OUT/{train,heldout}-00000.{bin,idx}`, further shards and `OUT/manifest.json` from the chunks in `results`,
     in their order; of their documents those that `selection` keeps.
 
     DataError when a split that was asked for holds no document.
@@ -57,7 +57,7 @@ def assemble(
         tokenizer=info,
         splits=splits,
         recipe=recipe.to_dict(),
-        sources=_sources(units, pieces),
+        sources=_sources(chunks, pieces),
         skipped=dict(sorted(skipped.items())),
         skipped_examples=examples,
         versions={
@@ -74,10 +74,10 @@ def _write_shards(
     out: Path,
     split: str,
     dtype: np.dtype,
-    results: dict[int, UnitResult],
+    results: dict[int, ChunkResult],
     selection: Selection | None,
 ) -> list[Shard]:
-    """The units' documents of one split, end to end, in files of about SHARD_TOKENS."""
+    """The chunks' documents of one split, end to end, in files of about SHARD_TOKENS."""
     left = deque(
         index
         for index in sorted(results)
@@ -99,11 +99,11 @@ def _append(
     index: int,
     split: str,
     dtype: np.dtype,
-    result: UnitResult,
+    result: ChunkResult,
     selection: Selection | None,
 ) -> None:
-    """Copy one unit's documents behind what the writer has, some at a time."""
-    prefix = f"{unit_prefix(folder, index)}.{split}"
+    """Copy one chunk's documents behind what the writer has, some at a time."""
+    prefix = f"{chunk_prefix(folder, index)}.{split}"
     tokens = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
     ends = np.fromfile(f"{prefix}.idx", dtype=INDEX_DTYPE).astype(np.int64)
     keep = None if selection is None else selection.mask((index, split))
@@ -145,10 +145,10 @@ def _skipped(pieces: list[dict[str, Any]]) -> tuple[Counter[str], list[dict[str,
     return skipped, examples
 
 
-def _sources(units: list[list[Piece]], pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _sources(chunks: list[list[Piece]], pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One line per source in reading order; those that `max_tokens` left unread have no hash and 0 documents."""
     lines: dict[tuple[str, bool], dict[str, Any]] = {}
-    for piece in (piece for unit in units for piece in unit):
+    for piece in (piece for chunk in chunks for piece in chunk):
         line = lines.setdefault(
             (piece.path, piece.heldout),
             {

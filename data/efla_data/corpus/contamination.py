@@ -1,18 +1,14 @@
-"""Which examples of evaluation tasks stand in a corpus: overlap of n-grams of words with the training documents.
+"""Which examples of evaluation tasks a corpus contains: n-grams of words shared with its documents.
 
-An example counts as touched if one n-gram of one of its texts (every string of its record is a text by itself) occurs
-in a document of the token files. Documents are turned back into text, so what is compared is what training sees.
-Memory is that of the tasks' n-grams, whatever the corpus: about 30 bytes each for every process, and a table of 32 MiB.
+An example is touched if one n-gram of one of its texts (each string of its record is a text) occurs in a document of
+the token files. Documents are decoded from their ids, so the comparison sees what training sees. Memory depends on the
+tasks' n-grams, not on the corpus: about 30 bytes each in every process, and a table of 32 MiB.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,22 +16,21 @@ from typing import Any
 import numpy as np
 
 from efla_data.corpus.ngrams import GramSet, ngram_hashes, normalised_words
+from efla_data.corpus.pool import Report, WorkerPool
 from efla_data.corpus.readers import read_records
 from efla_data.corpus.sources import find_files
-from efla_data.corpus.workers import worker_environment
 from efla_data.errors import DataError
 from efla_data.loader.token_file import TokenFile, file_sha256
 
 EXAMPLES = 20  # touched examples that a report names for each task
-RUN = 64  # documents in a row that one process scans
-REPORT_DOCUMENTS = 256
+RUN = 64  # consecutive documents that one process scans
 NOWHERE = np.iinfo(np.int64).max
-Show = Callable[[int], None]  # documents scanned so far, by all processes
+Show = Callable[[int], None]  # called with the documents scanned so far, by all processes
 
 
 @dataclass
 class Task:
-    """One file of examples. `owners` and `grams` are pairs: this example has this n-gram (place in the set of all)."""
+    """One file of examples. `owners` and `grams` are pairs: this example has this n-gram (an index into all)."""
 
     path: Path
     examples: int = 0
@@ -54,7 +49,7 @@ def contamination_report(
 ) -> dict[str, Any]:
     """Scan the documents of a split for the n-grams of task files (files, folders, globs; JSON lines, parquet, text).
 
-    The report depends on the files alone, not on the number of processes. DataError for what cannot be read.
+    The report depends on the files alone, not on the number of processes. DataError names a file that cannot be read.
     """
     if n < 1:
         raise DataError(f"n: expected at least 1 word, got {n}")
@@ -106,7 +101,7 @@ def _hashes_of(text: str, n: int) -> np.ndarray:
 
 
 def _describe(task: Task, grams: np.ndarray, found: np.ndarray, n: int) -> dict[str, Any]:
-    """One line of the report; its first touched examples, each with an n-gram and the first document that has it."""
+    """One task of the report. Each of its first touched examples has an n-gram and the first document with it."""
     hit = found[task.grams] < NOWHERE
     touched = np.unique(task.owners[hit])
     own, own_hit = (np.bincount(task.owners[which], minlength=task.examples) for which in (slice(None), hit))
@@ -142,75 +137,52 @@ def _first_match(texts: list[str], grams: np.ndarray, found: np.ndarray, n: int)
 def _scan(
     token_file: TokenFile, grams: np.ndarray, n: int, processes: int, show: Show
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """(first document that holds each n-gram, NOWHERE if none does; totals), by processes of their own."""
-    with tempfile.TemporaryDirectory() as temporary:
-        work = Path(temporary)
-        np.save(work / "grams.npy", grams)
-        job = {"folder": str(token_file.folder), "split": token_file.split, "n": n, "processes": processes}
-        (work / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        done = [0] * processes
-
-        def follow(index: int, process: subprocess.Popen[str]) -> None:
-            assert process.stdout is not None
-            for line in process.stdout:
-                done[index] = int(line)
-                show(sum(done))
-
-        workers = [_start(work, index) for index in range(processes)]
-        threads = [threading.Thread(target=follow, args=pair, daemon=True) for pair in enumerate(workers)]
-        try:
-            for thread in threads:
-                thread.start()
-            codes = [worker.wait() for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-        if any(codes):
-            raise DataError(f"a process that scans the corpus ended with exit code {max(codes, key=abs)}: see above")
-        found = np.minimum.reduce([np.load(work / f"found-{index}.npy") for index in range(processes)])
-        counts = [json.loads((work / f"totals-{index}.json").read_text()) for index in range(processes)]
-    return found, {key: sum(count[key] for count in counts) for key in counts[0]}
+    """(first document that holds each n-gram, NOWHERE if none does; totals), computed by worker processes."""
+    with tempfile.TemporaryDirectory() as work:
+        np.save(f"{work}/grams.npy", grams)
+        where = (token_file.folder, token_file.split, f"{work}/grams.npy", n)
+        with WorkerPool(processes, Scanner, *where) as pool:
+            left = {pool.submit(scan_share, index, processes, f"{work}/{index}.npy") for index in range(processes)}
+            shares = []
+            while left:
+                for future in pool.finished(left):
+                    left.remove(future)
+                    shares.append(future.result())
+                show(pool.totals[0])
+        found = np.minimum.reduce([np.load(f"{work}/{index}.npy") for index in range(processes)])
+    return found, {key: sum(share[key] for share in shares) for key in shares[0]}
 
 
-def _start(work: Path, index: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "efla_data.corpus.contamination", str(work), str(index)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=worker_environment())
+class Scanner:
+    """The state of a worker: the corpus as text, the n-grams to look for. report(documents, 0): progress."""
+
+    def __init__(self, folder: Path, split: str, grams: str, n: int, report: Report) -> None:
+        from tokenizers import Tokenizer
+
+        self.token_file, self.n, self.report = TokenFile.open(folder, split), n, report
+        self.tokenizer = Tokenizer.from_file(str(self.token_file.tokenizer_dir / "tokenizer.json"))
+        self.grams = GramSet(np.load(grams))
+
+    def words(self, number: int) -> list[str]:
+        """The words of a document, without BOS and EOS."""
+        ids = self.token_file.document(number)[int(self.token_file.manifest.tokenizer.add_bos) : -1]
+        return normalised_words(self.tokenizer.decode(ids.tolist()))
 
 
-def main() -> None:
-    """A worker's side: `python -m efla_data.corpus.contamination WORK INDEX` scans its share of the documents."""
-    from tokenizers import Tokenizer
-
-    work, index = Path(sys.argv[1]), int(sys.argv[2])
-    job = json.loads((work / "job.json").read_text(encoding="utf-8"))
-    token_file = TokenFile.open(job["folder"], job["split"])
-    tokenizer = Tokenizer.from_file(str(token_file.tokenizer_dir / "tokenizer.json"))
-    opening = int(token_file.manifest.tokenizer.add_bos)
-    grams = GramSet(np.load(work / "grams.npy"))
-    found = np.full(len(grams.grams), NOWHERE, dtype=np.int64)
+def scan_share(scanner: Scanner, index: int, shares: int, out: str) -> dict[str, int]:
+    """Scan every `shares`-th run of documents, from run `index` on. Saves the first document of each n-gram to `out`;
+    returns totals. Documents rise, so the first hit stands."""
+    found = np.full(len(scanner.grams.grams), NOWHERE, dtype=np.int64)
     totals = {"words": 0, "documents_touched": 0}
-    done = 0
-    for number in _share(token_file.num_documents, index, job["processes"]):
-        ids = token_file.document(number)[opening:-1]
-        words = normalised_words(tokenizer.decode(ids.tolist()))
-        places = grams.find(ngram_hashes(words, job["n"]))
-        found[places] = np.minimum(found[places], number)
-        totals["words"] += len(words)
-        totals["documents_touched"] += len(places) > 0
-        done += 1
-        if done % REPORT_DOCUMENTS == 0:
-            print(done, flush=True)
-    np.save(work / f"found-{index}.npy", found)
-    (work / f"totals-{index}.json").write_text(json.dumps(totals), encoding="utf-8")
-    print(done, flush=True)
-
-
-def _share(documents: int, index: int, processes: int) -> Iterator[int]:
-    """Every so-manieth run of documents."""
-    for first in range(index * RUN, documents, processes * RUN):
-        yield from range(first, min(first + RUN, documents))
-
-
-if __name__ == "__main__":
-    main()
+    documents = scanner.token_file.num_documents
+    for first in range(index * RUN, documents, shares * RUN):
+        run = range(first, min(first + RUN, documents))
+        for number in run:
+            words = scanner.words(number)
+            places = scanner.grams.find(ngram_hashes(words, scanner.n))
+            found[places] = np.minimum(found[places], number)
+            totals["words"] += len(words)
+            totals["documents_touched"] += len(places) > 0
+        scanner.report(len(run), 0)
+    np.save(out, found)
+    return totals

@@ -1,8 +1,8 @@
-"""Text to token files: plan, tokenise unit by unit, put together, rename.
+"""Text to token files: plan, tokenise chunk by chunk, put together, rename.
 
-    OUT.partial/plan.json            what is asked for: recipe, units with sizes and times of their files
+    OUT.partial/plan.json            what is asked for: recipe, chunks with sizes and times of their files
     OUT.partial/tokenizer/           found, or trained on the training documents; tokenizer_info.json says more
-    OUT.partial/units/000000.*       token files of each finished unit
+    OUT.partial/chunks/000000.*       token files of each finished chunk
     OUT.partial/files/               the result, in the making
     OUT/                             the result
 
@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from efla_data.corpus.assemble import assemble
+from efla_data.corpus.chunk import is_held_out
 from efla_data.corpus.manifest import FILE_NAME, Manifest, TokenizerInfo, load_manifest
-from efla_data.corpus.passes import tokenise
 from efla_data.corpus.progress import Progress
 from efla_data.corpus.readers import Tally, pydoc_topics, read_documents
 from efla_data.corpus.recipe import Recipe
-from efla_data.corpus.sources import Piece, plan_units
+from efla_data.corpus.sources import Piece, plan_chunks
+from efla_data.corpus.tokenise import INFO, TOKENIZER, WORKERS_LOCK, tokenise
 from efla_data.corpus.tokenizer import (
     LoadedTokenizer,
     describe_tokenizer,
@@ -40,13 +41,11 @@ from efla_data.corpus.tokenizer import (
     tokenizer_sha256,
     train_tokenizer,
 )
-from efla_data.corpus.unit import is_held_out
-from efla_data.corpus.workers import INFO, PLAN, TOKENIZER, WORKERS_LOCK
 from efla_data.errors import DataError
 from efla_data.loader.token_file import TokenFile, file_sha256
 
-PLAN_VERSION = 2  # of the files in OUT.partial
-LOCK = "lock"
+PLAN_VERSION = 3  # of the files in OUT.partial
+LOCK, PLAN = "lock", "plan.json"
 WORKERS_WAIT = 60.0  # seconds
 TRAINING_BYTES = 1 << 28  # text from the beginning of the corpus that a tokenizer is trained on, at most
 
@@ -71,18 +70,18 @@ def prepare(
     existing = None if overwrite else _existing(out, recipe)
     if existing is not None:
         return existing
-    units = plan_units(recipe)
+    chunks = plan_chunks(recipe)
     _refuse_foreign(out)
     partial = out.with_name(out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     with _locked(partial), _room(partial):
-        _enter_plan(partial, recipe, units)
-        info = _enter_tokenizer(partial, recipe, units)
-        results, selection = tokenise(partial, recipe, units, processes or available_cores(), show)
+        _enter_plan(partial, recipe, chunks)
+        info = _enter_tokenizer(partial, recipe, chunks)
+        results, selection = tokenise(partial, recipe, chunks, processes or available_cores(), show)
         files = partial / "files"
         shutil.rmtree(files, ignore_errors=True)
         files.mkdir()
-        manifest = assemble(partial, files, recipe, units, results, info, selection)
+        manifest = assemble(partial, files, recipe, chunks, results, info, selection)
         (files / TOKENIZER).mkdir()
         for path in (partial / TOKENIZER).iterdir():
             shutil.copy2(path, files / TOKENIZER)
@@ -113,7 +112,7 @@ def _existing(out: Path, recipe: Recipe) -> Manifest | None:
                 f"{out} was made with another data.{key.removeprefix('hub_')}: {was!r}, now {value!r}; {advice}"
             )
     if not any(source.startswith("hub:") for source in recipe.sources + (recipe.heldout_sources or [])):
-        _compare_sources(manifest, _files(plan_units(recipe)), f"{out} was made", advice)
+        _compare_sources(manifest, _files(plan_chunks(recipe)), f"{out} was made", advice)
     local = Path(recipe.tokenizer).exists()
     if local and tokenizer_sha256(find_tokenizer(recipe.tokenizer)) != manifest.tokenizer.sha256:
         raise DataError(f"{out} was made before tokenizer {recipe.tokenizer} changed; {advice}")
@@ -133,10 +132,10 @@ def _compare_sources(
             raise DataError(f"{what} before {source[0]} changed; {advice}")
 
 
-def _files(units: list[list[Piece]]) -> dict[tuple[str, bool], tuple[int, int]]:
+def _files(chunks: list[list[Piece]]) -> dict[tuple[str, bool], tuple[int, int]]:
     """(path, held out) -> (bytes, time of change) of every source."""
     files: dict[tuple[str, bool], tuple[int, int]] = {}
-    for piece in (piece for unit in units for piece in unit):
+    for piece in (piece for chunk in chunks for piece in chunk):
         size, _ = files.get((piece.path, piece.heldout), (0, 0))
         files[piece.path, piece.heldout] = (size + piece.bytes, piece.mtime_ns)
     return files
@@ -199,13 +198,13 @@ def _room(partial: Path) -> Iterator[None]:
         ) from error
 
 
-def _enter_plan(partial: Path, recipe: Recipe, units: list[list[Piece]]) -> None:
+def _enter_plan(partial: Path, recipe: Recipe, chunks: list[list[Piece]]) -> None:
     """Take over what an earlier run of the same plan left, or begin anew."""
     plan = {
         "version": PLAN_VERSION,
         "recipe": recipe.to_dict(),
         "tokenizer": tokenizer_sha256(find_tokenizer(recipe.tokenizer)) if recipe.tokenizer != "train" else None,
-        "units": [[dataclasses.asdict(piece) for piece in unit] for unit in units],
+        "chunks": [[dataclasses.asdict(piece) for piece in chunk] for chunk in chunks],
     }
     content = json.dumps(plan)
     path = partial / PLAN
@@ -218,18 +217,18 @@ def _enter_plan(partial: Path, recipe: Recipe, units: list[list[Piece]]) -> None
             elif item.name not in (LOCK, WORKERS_LOCK):
                 item.unlink()
         _write(path, content)
-    (partial / "units").mkdir(exist_ok=True)
-    for item in (partial / "units").iterdir():
+    (partial / "chunks").mkdir(exist_ok=True)
+    for item in (partial / "chunks").iterdir():
         if item.name.split(".")[1].isdigit():  # NUMBER.PROCESS.*: what a killed worker was writing
             item.unlink()
 
 
-def _enter_tokenizer(partial: Path, recipe: Recipe, units: list[list[Piece]]) -> TokenizerInfo:
+def _enter_tokenizer(partial: Path, recipe: Recipe, chunks: list[list[Piece]]) -> TokenizerInfo:
     """The tokenizer kept in OUT.partial: an earlier run's, else found or trained now."""
     if (partial / INFO).is_file():
         return TokenizerInfo(**json.loads((partial / INFO).read_text(encoding="utf-8")))
     if recipe.tokenizer == "train":
-        tokenizer: LoadedTokenizer = train_tokenizer(_training_texts(recipe, units), recipe.vocab_size)
+        tokenizer: LoadedTokenizer = train_tokenizer(_training_texts(recipe, chunks), recipe.vocab_size)
     else:
         tokenizer = find_tokenizer(recipe.tokenizer)
     info = describe_tokenizer(tokenizer, recipe.bos)
@@ -238,10 +237,10 @@ def _enter_tokenizer(partial: Path, recipe: Recipe, units: list[list[Piece]]) ->
     return info
 
 
-def _training_texts(recipe: Recipe, units: list[list[Piece]]) -> Iterator[str]:
+def _training_texts(recipe: Recipe, chunks: list[list[Piece]]) -> Iterator[str]:
     """Training documents (never a held-out one) from the beginning of the corpus, TRAINING_BYTES of them."""
     size = 0
-    for piece in (piece for unit in units for piece in unit if not piece.heldout):
+    for piece in (piece for chunk in chunks for piece in chunk if not piece.heldout):
         for text, encoded in read_documents(piece, recipe.text_field, Tally()):
             if not is_held_out(encoded, recipe):
                 yield text

@@ -1,15 +1,15 @@
 """Which of the documents that were read stay: without duplicates, as a sample of the whole, down to a token budget.
 
-Decided when all units are done, from what they kept of each document (`unit.KEY_DTYPE`), in an order that depends on
-the sources alone: held-out documents first, then training ones, each in the order of the units. So the outcome is the
+Decided when all chunks are done, from what they kept of each document (`chunk.KEY_DTYPE`), in an order that depends on
+the sources alone: held-out documents first, then training ones, each in the order of the chunks. So the outcome is the
 same for any number of processes and after any interruption, and a text is held out and trained on never.
 
     duplicates   of documents with equal hashes (128 bits) the first one stays
     sample       documents whose hash (64 bits) is at most c; c is the smallest hash with which training reaches its
                  budget. Documents that are held out by their hash are sampled alike, held-out sources are not
-    head         training documents up to the one that reaches the budget, held-out ones of the units up to it
+    head         training documents up to the one that reaches the budget, held-out ones of the chunks up to it
 
-Memory is a bucket of hashes (a million or two) and one unit's documents; a byte for each document lies in a file.
+Memory is a bucket of hashes (a million or two) and one chunk's documents; a byte for each document lies in a file.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
+from efla_data.corpus.chunk import KEY_DTYPE, ChunkResult, chunk_prefix
 from efla_data.corpus.recipe import Recipe
-from efla_data.corpus.unit import KEY_DTYPE, UnitResult, unit_prefix
 from efla_data.loader.token_file import INDEX_DTYPE
 
-Part = tuple[int, str]  # (unit, split)
+Part = tuple[int, str]  # (chunk, split)
 DROPPED, KEPT, DUPLICATE = 0, 1, 2
 BUCKET = 1 << 20  # documents that one bucket of hashes holds, about
 MOST_BUCKETS = 1 << 9
@@ -34,9 +34,9 @@ BIN_BITS = 16  # bins of hashes in which the tokens of a sample are counted
 
 
 class Selection:
-    """The documents of all units, and which of them stay. A part is one split of one unit."""
+    """The documents of all chunks, and which of them stay. A part is one split of one chunk."""
 
-    def __init__(self, folder: Path, parts: list[Part], results: dict[int, UnitResult]) -> None:
+    def __init__(self, folder: Path, parts: list[Part], results: dict[int, ChunkResult]) -> None:
         self.work = folder / "selection"
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir()
@@ -59,11 +59,11 @@ class Selection:
 
     def keys(self, part: Part) -> np.ndarray:
         """KEY_DTYPE [documents of the part]."""
-        return np.fromfile(f"{unit_prefix(self._folder, part[0])}.{part[1]}.key", dtype=KEY_DTYPE)
+        return np.fromfile(f"{chunk_prefix(self._folder, part[0])}.{part[1]}.key", dtype=KEY_DTYPE)
 
     def lengths(self, part: Part) -> np.ndarray:
         """Tokens of each document of the part, int64."""
-        ends = np.fromfile(f"{unit_prefix(self._folder, part[0])}.{part[1]}.idx", dtype=INDEX_DTYPE)
+        ends = np.fromfile(f"{chunk_prefix(self._folder, part[0])}.{part[1]}.idx", dtype=INDEX_DTYPE)
         return np.diff(ends.astype(np.int64), prepend=0)
 
     def drop(self, part: Part, which: np.ndarray) -> None:
@@ -88,16 +88,16 @@ class Selection:
 
 
 def select(
-    folder: Path, recipe: Recipe, training: list[int], heldout: list[int], results: dict[int, UnitResult]
+    folder: Path, recipe: Recipe, training: list[int], heldout: list[int], results: dict[int, ChunkResult]
 ) -> Selection:
-    """Decide over the finished units `training` and `heldout`, each in order."""
-    parts = [(unit, "heldout") for unit in heldout + training] + [(unit, "train") for unit in training]
+    """Decide over the finished chunks `training` and `heldout`, each in order."""
+    parts = [(chunk, "heldout") for chunk in heldout + training] + [(chunk, "train") for chunk in training]
     selection = Selection(folder, parts, results)
     if recipe.deduplicate:
         _drop_duplicates(selection)
     if recipe.sample == "documents":
         assert recipe.max_tokens is not None
-        least = min(results[unit].below for unit in training)  # up to here every unit has all of its documents
+        least = min(results[chunk].below for chunk in training)  # up to here every chunk has all of its documents
         sampled = [part for part in parts if part[0] in set(training)]
         for part in sampled:
             selection.drop(part, selection.keys(part)["high"] > least - 1)
@@ -110,12 +110,12 @@ def select(
 
 
 def _drop_behind(training: list[int], selection: Selection, left: int) -> None:
-    """Keep training documents up to the one that brings them to `left` tokens; of units behind it nothing."""
-    for unit in training:
-        lengths = selection.lengths((unit, "train")) * selection.mask((unit, "train"))
+    """Keep training documents up to the one that brings them to `left` tokens; of chunks behind it nothing."""
+    for chunk in training:
+        lengths = selection.lengths((chunk, "train")) * selection.mask((chunk, "train"))
         if left <= 0:
-            selection.drop((unit, "heldout"), np.ones(len(selection.mask((unit, "heldout"))), dtype=bool))
-        selection.drop((unit, "train"), np.cumsum(lengths) - lengths >= left)
+            selection.drop((chunk, "heldout"), np.ones(len(selection.mask((chunk, "heldout"))), dtype=bool))
+        selection.drop((chunk, "train"), np.cumsum(lengths) - lengths >= left)
         left -= int(lengths.sum())
 
 
@@ -150,7 +150,7 @@ def _sample_bound(training: list[int], selection: Selection, budget: int) -> int
     does. First in bins of hashes, then document by document in the bin where the budget is reached."""
 
     def documents() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        for part in ((unit, "train") for unit in training):
+        for part in ((chunk, "train") for chunk in training):
             mask = selection.mask(part)
             high = selection.keys(part)["high"][mask]
             yield high, (high >> np.uint64(64 - BIN_BITS)).astype(np.int64), selection.lengths(part)[mask]

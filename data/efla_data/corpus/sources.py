@@ -1,8 +1,8 @@
-"""From the names in a recipe to a fixed list of work units, before a byte is read.
+"""From the names in a recipe to a fixed list of work chunks, before a byte is read.
 
 A piece is a file, a stretch of a large one (bytes of plain JSON lines, row groups of parquet), one shard of a hub
-data set, or the built-in corpus. A unit is a run of consecutive pieces: what one worker turns into tokens at a
-time, and what is not repeated after a kill. Pieces and units depend on the sources alone, never on the number of
+data set, or the built-in corpus. A chunk is a run of consecutive pieces: what one worker turns into tokens at a
+time, and what is not repeated after a kill. Pieces and chunks depend on the sources alone, never on the number of
 processes.
 """
 
@@ -22,7 +22,7 @@ from efla_data.errors import DataError
 KINDS = (".jsonl", ".ndjson", ".parquet", ".txt")
 COMPRESSIONS = (".gz", ".xz", ".zst")
 BUILTIN = "builtin:pydoc"
-SMALLEST_UNIT, LARGEST_UNIT, UNITS = 1 << 20, 1 << 26, 64  # about 64 units, of 1 to 64 MiB on disk each
+SMALLEST_CHUNK, LARGEST_CHUNK, CHUNKS = 1 << 20, 1 << 26, 64  # about 64 chunks, of 1 to 64 MiB on disk each
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Piece:
         return self.kind in ("jsonl", "txt", "parquet")
 
 
-def plan_units(recipe: Recipe) -> list[list[Piece]]:
-    """All units of a recipe: training sources in the order given (sorted within a glob or folder), then held-out ones.
+def plan_chunks(recipe: Recipe) -> list[list[Piece]]:
+    """All chunks of a recipe: training sources in the order given (sorted within a glob or folder), then held-out ones.
 
     A file named twice is read once; one named as held-out is never read for training. DataError for what is not
     there.
@@ -58,7 +58,7 @@ def plan_units(recipe: Recipe) -> list[list[Piece]]:
     if not training:
         raise DataError("data.sources: every file is also in data.heldout_sources, nothing is left to train on")
     total = sum(piece.bytes for piece in training + heldout)
-    target = min(max(total // UNITS, SMALLEST_UNIT), LARGEST_UNIT)
+    target = min(max(total // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
     return _group(_cut(training, target), target) + _group(_cut(heldout, target), target)
 
 
@@ -160,17 +160,17 @@ def _row_groups(piece: Piece, target: int) -> list[Piece]:
 
 
 def _group(pieces: list[Piece], target: int) -> list[list[Piece]]:
-    """Consecutive pieces together until a unit holds `target` bytes; hub shards and the built-in corpus stand alone."""
-    units: list[list[Piece]] = []
+    """Group consecutive pieces into chunks of `target` bytes. Hub shards and the built-in corpus stay alone."""
+    chunks: list[list[Piece]] = []
     room = 0
     for piece in pieces:
-        if units and piece.is_file and piece.bytes <= room:
-            units[-1].append(piece)
+        if chunks and piece.is_file and piece.bytes <= room:
+            chunks[-1].append(piece)
             room -= piece.bytes
         else:
-            units.append([piece])
+            chunks.append([piece])
             room = target - piece.bytes if piece.is_file else 0
-    return units
+    return chunks
 
 
 def _hub_shards(source: str, recipe: Recipe, heldout: bool) -> list[Piece]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
 
 from efla_kernels.delta_rule import gates
 from efla_kernels.launch.arguments import power_of_two
+from efla_kernels.launch.choices import Block
+from efla_kernels.launch.choices import Problem as BaseProblem
 
 CHUNK = 64
 MODES = {
@@ -26,15 +28,6 @@ MODES = {
 }
 RAW = MODES["delta_rule"]
 ONE_GRADIENT = (MODES["deltanet"], MODES["efla"], MODES["gated_efla"])  # Gated DeltaNet gains little by it
-
-
-class Block(NamedTuple):
-    """Columns of v per program, warps, stages of the software pipeline, most registers of a thread (0: no limit)."""
-
-    columns: int
-    warps: int
-    stages: int
-    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,19 +91,13 @@ def has_wide_products() -> bool:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Shapes and options that all launches of one call share, and what follows from them, computed once."""
+class Problem(BaseProblem):
+    """A call of the op; computed once for all calls of the same shapes."""
 
-    batch: int
-    tokens: int
-    heads: int
     key_width: int
     value_width: int
-    sequences: int
-    dtype: torch.dtype
     mode: int
     decays: bool
-    packed: bool
     scale: float
     segments: int
 
@@ -131,30 +118,18 @@ class Problem:
 
     @cached_property
     def chunks(self) -> int:
-        """Slots for chunk data: exact for equal rows, an upper bound for packed segments."""
-        if self.packed:
-            return self.tokens // CHUNK + self.sequences
-        return self.batch * -(-self.tokens // CHUNK)
+        """Slots for chunk data."""
+        return self.chunk_slots(CHUNK)
 
     @cached_property
     def chunks_per_segment(self) -> int:
         """Of a sequence that is cut into segments; the last segment may have fewer."""
         return -(-self.chunks // (self.batch * self.segments))
 
-    @cached_property
-    def operand(self) -> torch.dtype:
-        """Type of the tensor cores' operands. Never fp16: its range does not hold a = 1 / |k|^2 of long keys."""
-        return torch.float32 if self.dtype == torch.float32 else torch.bfloat16
-
     @property
     def columns(self) -> int:
         """Of the gates' table: e, w, r, b where there is a decay, and |k|^2."""
         return 5 if self.decays else 4
-
-    @property
-    def narrowest(self) -> int:
-        """The narrowest block: 16-bit products below 64 columns leave the path that everything else takes on a GPU."""
-        return 16 if self.operand == torch.float32 else 64
 
     @property
     def bounded(self) -> bool:
@@ -189,6 +164,11 @@ class Problem:
             columns = max(self.narrowest, columns)
         needed = max(self.narrowest, power_of_two(self.value_width))
         return {"V": self.value_width, "BV": min(columns, needed)}
+
+    @property
+    def value_blocks(self) -> int:
+        """Blocks of V that the programs of the backward scan divide among them."""
+        return -(-self.value_width // self.width(self.choice.scan_backward)["BV"])
 
 
 def split_segments(

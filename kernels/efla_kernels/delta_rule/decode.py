@@ -160,19 +160,16 @@ def _decode(
 def _decode_triton(rule: str, arguments: tuple[Tensor | None, ...], scale: float, eps: float) -> Tensor:
     from efla_kernels.delta_rule import choices
     from efla_kernels.delta_rule import decode_kernel as decode
-    from efla_kernels.delta_rule import triton_op as ops
-    from efla_kernels.launch import op as eager
+    from efla_kernels.launch.choices import expect_triton
+    from efla_kernels.launch.op import traced
 
     x, *rest = arguments
     state = arguments[7]
     assert x is not None and state is not None
-    if x.dtype not in ops.DTYPES or state.dtype != torch.float32:
-        raise ValueError(
-            f"backend triton: expected x of one type among {ops.DTYPES} and an fp32 state, got {x.dtype}, {state.dtype}"
-        )
-    if not (x.is_cuda or ops.interpreted()):
-        raise ValueError(f"backend triton: expected CUDA tensors, got {x.device}; use backend=torch")
+    expect_triton(x, {"x": x.dtype})
+    if state.dtype != torch.float32:
+        raise ValueError(f"backend triton: expected an fp32 state, got {state.dtype}")
     # the states are contiguous already: a copy would not be updated
     inputs: list[Any] = [None if t is None else t.contiguous() for t in (x, *rest)]
-    step: Any = decode.decode if eager.traced() else decode.decode_eagerly
+    step: Any = decode.decode if traced() else decode.decode_eagerly
     return step(*inputs, choices.MODES[rule], scale, eps)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from efla_kernels.delta_rule.triton_op import interpreted
+from efla_kernels.launch.choices import interpreted
 
 
 @triton.jit(do_not_specialize=["T"])

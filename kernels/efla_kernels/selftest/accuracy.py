@@ -35,6 +35,15 @@ DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "0 or 1": lambda u: torch.where(u < 0.1, float("-inf"), 0.0),
 }
 
+# how autograd may lay out the gradients that arrive; "expanded" and "one number" also change their values
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda d: d,
+    "transposed": lambda d: d.transpose(0, -1).contiguous().transpose(0, -1),
+    "strided": lambda d: F.pad(d, (0, 3))[..., :-3],
+    "expanded": lambda d: d[..., :1, :].expand_as(d),
+    "one number": lambda d: d.flatten()[0].expand_as(d),  # as sum() gives it
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -42,7 +51,7 @@ class Case:
 
     key_norm: norm of the keys; None: norms spread evenly in logarithm from 1e-2 to 1e2. keys: "normal", or "near": all
     within a percent of one direction. decay: a key of `DECAYS`; None: `delta_rule` has no decay. strided: q, k, v are
-    views of one tensor, as the models' projection gives them.
+    views of one tensor, as the models' projection gives them. layout: of the gradients that arrive, a key of `LAYOUTS`.
     """
 
     op: str
@@ -60,6 +69,7 @@ class Case:
     final: bool = True
     strided: bool = False
     gradients: bool = True
+    layout: str = "contiguous"
 
     @property
     def sequences(self) -> int:
@@ -115,7 +125,8 @@ class Case:
         if self.cu_seqlens is not None:
             cu_seqlens = torch.tensor(self.cu_seqlens, device=tensors["q"].device)
         options: dict[str, Any] = {"output_final_state": self.final, "cu_seqlens": cu_seqlens, "backend": backend}
-        return run_op(self.op, leaves, options, (tensors["do"], tensors["d_final"]) if self.gradients else None)
+        given = [LAYOUTS[self.layout](tensors[name]) for name in incoming] if self.gradients else None
+        return run_op(self.op, leaves, options, given)
 
     def truth(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The same in float64 from the rounded inputs."""
@@ -124,7 +135,7 @@ class Case:
 
 
 def run_op(
-    op: str, leaves: dict[str, Tensor], options: dict[str, Any], incoming: tuple[Tensor, Tensor] | None
+    op: str, leaves: dict[str, Tensor], options: dict[str, Any], incoming: list[Tensor] | None
 ) -> dict[str, Tensor]:
     """The op's output "o", its "state" where it has one, and with `incoming` (do, d_final) the leaves' gradients."""
     o, final = getattr(efla_kernels, op)(**leaves, **options)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efla_kernels.selftest.accuracy import LONGEST_RECURRENCE, run_op
+from efla_kernels.selftest.accuracy import LAYOUTS, LONGEST_RECURRENCE, run_op
 from efla_kernels.ssd.ops import mamba2_step
 
 # raw steps (before softplus) of a standard normal n: dt from 1e-3 to 0.1 as trained models start, and the ends
@@ -28,6 +28,7 @@ class SsdCase:
 
     key_width is the state's width N, value_width the heads' P. steps: a key of `STEPS`. masked: three tokens in ten are
     padding. strided: x, B and C are views of one tensor, and dt of another, as the models' projections give them.
+    layout: of the gradients that arrive, a key of `accuracy.LAYOUTS`.
     """
 
     op: str
@@ -45,6 +46,7 @@ class SsdCase:
     final: bool = True
     strided: bool = False
     gradients: bool = True
+    layout: str = "contiguous"
 
     @property
     def sequences(self) -> int:
@@ -97,7 +99,8 @@ class SsdCase:
             options["dt_mask"] = tensors["dt_mask"]
         if self.cu_seqlens is not None:
             options["cu_seqlens"] = torch.tensor(self.cu_seqlens, device=tensors["x"].device)
-        return run_op(self.op, leaves, options, (tensors["do"], tensors["d_final"]) if self.gradients else None)
+        given = [LAYOUTS[self.layout](tensors[name]) for name in fixed[:2]] if self.gradients else None
+        return run_op(self.op, leaves, options, given)
 
     def truth(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The same in float64 from the rounded inputs."""

@@ -156,6 +156,8 @@ def accelerator_rows(full: bool = False) -> list[Row]:
         rows += [replace(row, backend="triton_recompute") for row in (again, split)]
         add("no gradient", Case(op, gradients=False))
         add("strided", Case(op, strided=True))
+        for layout in ("transposed", "strided", "expanded", "one number"):
+            add(f"{layout} gradients", Case(op, layout=layout))
         add("8x1024, H 8", Case(op, batch=8, tokens=1024, heads=8, initial=False, final=False))
     return rows
 

@@ -36,6 +36,10 @@ def ssd_rows() -> list[Row]:
     rows += [
         _row("padding", replace(main, masked=True)),
         _row("strided", replace(main, batch=2, strided=True)),
+        *(
+            _row(f"{layout} gradients", replace(main, layout=layout))
+            for layout in ("transposed", "strided", "expanded", "one number")
+        ),
         _row("H 6", replace(main, heads=6, groups=2)),
         _row("no gradient", replace(main, gradients=False)),
         _row("8x1024, H 32", SsdCase("mamba2", batch=8, tokens=1024, heads=32, initial=False, final=False)),

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from efla_kernels.argument_checks import segment_offsets
-from efla_kernels.delta_rule.triton_op import DTYPES, interpreted, processors
+from efla_kernels.launch.choices import DTYPES, interpreted, processors
 from efla_kernels.launch.op import differentiable, traced, wants_gradient
 from efla_kernels.ssd import launch as ssd_launch
 from efla_kernels.ssd.choices import Problem
@@ -33,7 +33,7 @@ def _problem(x: Tensor, B: Tensor, cu_seqlens: Tensor | None, make: Callable[...
         batch=batch, tokens=T, heads=H, groups=B.shape[2], state_width=B.shape[3], width=P,
         sequences=batch if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         dtype=x.dtype, packed=cu_seqlens is not None,
-        processors=processors(x.get_device()) if x.device.type == "cuda" else 132,
+        processors=processors(x),
     )  # fmt: skip
 
 
