@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from efla_lm.parallel.gpus import GPUS
 from efla_lm.settings import entry
-from scripts.plan import cost
 from scripts.plan.forecast import Forecast, clock, forecast, hsdp_instead
 from scripts.plan.settings import PlanSettings
 
@@ -53,7 +53,7 @@ def need(found: Forecast) -> str:
 
 def recipe_lines(found: Forecast, settings: PlanSettings) -> dict[str, str]:
     """What the table says about the recipe and its memory."""
-    budget, device = found.budget, cost.GPUS[found.gpu]
+    budget, device = found.budget, GPUS[found.gpu]
     free = f"{(1 - settings.margin) * device.memory_gib:.1f} (margin={settings.margin:g} left free)"
     devices = f"{found.gpus} GPU{'s' * (found.gpus > 1)}"
     if found.largest_micro_batch is None or found.largest_memory is None:

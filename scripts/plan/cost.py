@@ -38,29 +38,11 @@ from efla_kernels.layers.cross_entropy import logit_rows
 
 from efla_lm.models import EflaConfig, count_parameters
 from efla_lm.models.config import DELTA_MIXERS, GATED_MIXERS
+from efla_lm.parallel.gpus import Gpu
 
 CHUNK, SSD_CHUNK = 64, 128  # tokens of the kernels' chunks
 GPUS_PER_MACHINE = 8  # assumed
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A device: memory in GiB as its driver reports it, and dense bf16 peak in FLOP/s by the vendor's data sheet."""
-
-    memory_gib: float
-    peak_flops: float
-
-
-GPUS = {
-    "a100-40gb": Gpu(39.4, 312e12),
-    "a100-80gb": Gpu(79.2, 312e12),
-    "h100-80gb": Gpu(79.2, 989e12),
-    "h200-141gb": Gpu(139.8, 989e12),
-    "b200-180gb": Gpu(178.4, 2250e12),
-    "l40s-48gb": Gpu(44.4, 362e12),
-    "rtx4090-24gb": Gpu(23.5, 165.2e12),
-}
 
 
 def saved_per_token(config: EflaConfig, checkpointing: str = "none") -> float:

@@ -10,9 +10,10 @@ from typing import Any
 from efla_lm.errors import UserError
 from efla_lm.models import EflaConfig, count_parameters, flops_per_token
 from efla_lm.models.rules import RULES
-from efla_lm.parallel.activation_checkpointing import kind_of_checkpointing
+from efla_lm.parallel.activation_checkpointing import checkpointing_kind
+from efla_lm.parallel.gpus import GPUS
 from efla_lm.settings import TrainSettings
-from efla_lm.training.batch_plan import Budget, plan_budget
+from efla_lm.training.batch_plan import BatchPlan, plan_batches
 from scripts.plan import cost, measured
 from scripts.plan.cost import GPUS_PER_MACHINE
 
@@ -23,7 +24,7 @@ class Forecast:
 
     config: EflaConfig
     parameters: int
-    budget: Budget
+    budget: BatchPlan
     shards: int
     checkpointing: str
     gpus: int
@@ -48,7 +49,7 @@ def forecast(
     done_tokens: int = 0,
     rows: Sequence[measured.Row] | None = None,
 ) -> Forecast:
-    """Work out a recipe on `gpus` devices of the kind `gpu` (see `cost.GPUS`) of which `done_tokens` are done.
+    """Work out a recipe on `gpus` devices of the kind `gpu` (see `GPUS`) of which `done_tokens` are done.
 
     rows: the measurements of speed to go by; None: those under docs/results.
 
@@ -62,16 +63,16 @@ def forecast(
         config = EflaConfig(**fields)
     except ValueError as error:
         raise UserError(f"model: {error}") from error
-    budget = plan_budget(settings.train, settings.data.context, gpus)
+    budget = plan_batches(settings.train, settings.data.context, gpus)
     shards = shards_of(settings, gpus)
-    kind = kind_of_checkpointing(settings.train.activation_checkpointing, settings.train.compile is not False)
+    kind = checkpointing_kind(settings.train.activation_checkpointing, settings.train.compile is not False)
     options: dict[str, Any] = {
         "shards": shards,
         "precision": settings.train.precision,
         "checkpointing": kind,
         "whole": whole_of(settings, gpus),
     }
-    device, sequences = cost.GPUS[gpu], budget.windows // gpus
+    device, sequences = GPUS[gpu], budget.sequences // gpus
 
     def memory(micro_batch: int) -> cost.Memory:
         tokens, micro_steps = micro_batch * budget.context, sequences // micro_batch

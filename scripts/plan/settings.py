@@ -5,12 +5,10 @@
 from dataclasses import dataclass
 
 from efla_lm.errors import UserError
+from efla_lm.parallel.gpus import PLANNED_GPUS
 from efla_lm.settings.fields import PATH, key
 from efla_lm.settings.schema import TrainSettings
-from scripts.plan.cost import GPUS
 from scripts.study.checks import expect_above_zero, expect_at_least
-
-GPU_NAMES = tuple(GPUS)
 
 
 @dataclass
@@ -18,7 +16,7 @@ class PlanSettings(TrainSettings):
     """All of `python -m scripts.plan`: the recipe as train.py takes it, and the machine."""
 
     gpus: int = key(8, "devices")
-    gpu: str = key("h200-141gb", "kind of device", choices=GPU_NAMES)
+    gpu: str = key("h200-141gb", "kind of device", choices=PLANNED_GPUS)
     mfu: float | None = key(None, "model FLOPs utilisation to assume; null: as measured, else assumed")
     efficiency: float = key(0.95, "share of its speed that a device keeps beside others of its machine (assumed)")
     network: float = key(50.0, "GB/s into and out of a machine of 8 devices (assumed: 400 Gb/s)")
@@ -40,7 +38,7 @@ class ReproduceSettings:
     models: list[str] | None = key(None, "options of conf/model; null: those of the paper's table at this size")
     seeds: list[int] = key([42], "one run of each model per seed [paper: 42]")
     gpus: int = key(8, "devices of this machine; more than one are launched by torchrun")
-    gpu: str = key("h200-141gb", "kind of device, for the forecast", choices=GPU_NAMES)
+    gpu: str = key("h200-141gb", "kind of device, for the forecast", choices=PLANNED_GPUS)
     runs_dir: str = key("runs", "folder of the run directories table1-SIZE-MODEL-seedN", path=PATH)
     data_dir: str | None = key(None, "token files of all runs; null: those of the recipe's corpus", path=PATH)
     local_dir: str | None = key(None, "folder of local copies of the tasks; null: the hub", path=PATH)

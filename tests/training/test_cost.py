@@ -26,12 +26,13 @@ from efla_lm.models import EflaConfig
 from efla_lm.models.layers import ShortConvolution
 from efla_lm.models.model import EflaBlock
 from efla_lm.models.sequence import SequenceInfo
-from efla_lm.parallel.activation_checkpointing import keeping
+from efla_lm.parallel.activation_checkpointing import checkpointed
+from efla_lm.parallel.gpus import GPUS, PLANNED_GPUS, peak_flops
 from efla_lm.settings import compose
 from scripts.plan import cost, measured
 from scripts.plan.__main__ import main as plan
 from scripts.plan.forecast import clock, forecast
-from scripts.plan.settings import GPU_NAMES, PlanSettings
+from scripts.plan.settings import PlanSettings
 
 aten = torch.ops.aten
 P = 374_362_112  # parameters of the 340M EFLA
@@ -191,7 +192,7 @@ def saved_by_compile(
         fw_compiler=lambda graph, _: graph, partition_fn=partition, decompositions=select_decomp_table()
     )
     with pytest.raises(Exception, match="Cut"):
-        torch.compile(keeping(block.forward, kind), fullgraph=True, backend=backend)(x, info)
+        torch.compile(checkpointed(block.forward, kind), fullgraph=True, backend=backend)(x, info)
     (one,) = found
     return one
 
@@ -215,7 +216,7 @@ def test_elements_of_a_block_are_those_that_compile_keeps(
 
 
 def test_the_largest_micro_batch_is_the_last_even_cut_that_fits() -> None:
-    gpu, options = cost.GPUS["a100-80gb"], {"context": 2048, "windows": 64, "margin": 0.08, "shards": 8}
+    gpu, options = GPUS["a100-80gb"], {"context": 2048, "windows": 64, "margin": 0.08, "shards": 8}
     largest = cost.largest_micro_batch(config_340m(), gpu, **options)
     assert largest is not None and 64 % largest == 0
 
@@ -366,5 +367,15 @@ def test_what_does_not_fit_has_no_time_and_fails(capsys: pytest.CaptureFixture[s
     assert "share the state between more GPUs" in capsys.readouterr().err
 
 
-def test_the_names_of_devices_agree() -> None:
-    assert tuple(cost.GPUS) == GPU_NAMES
+def test_one_table_of_gpus() -> None:
+    """The driver's names find the right row, and plan offers the GPUs whose memory is known."""
+    peaks = {
+        "NVIDIA H200": 989e12, "NVIDIA GH200 480GB": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 NVL": 835e12,
+        "NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA B200": 2250e12, "NVIDIA L40S": 362e12,
+        "NVIDIA L4": 121e12, "NVIDIA A40": 149.7e12, "NVIDIA RTX A6000": 154.8e12,
+        "NVIDIA GeForce RTX 4090": 165.2e12, "Radeon": None,
+    }  # fmt: skip
+    assert {name: peak_flops(name) for name in peaks} == peaks
+    offered = ("a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb", "l40s-48gb", "rtx4090-24gb")
+    assert offered == PLANNED_GPUS
+    assert all(GPUS[name].memory_gib > 20 for name in offered)
