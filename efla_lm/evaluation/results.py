@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import sys
 import time
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from efla_data.atomic import write_atomically
 from efla_kernels.environment import installed_version
 from rich.console import Console
 from rich.table import Table
@@ -39,9 +39,7 @@ def write(folder: Path, stem: str, result: dict[str, Any]) -> Path:
     while path.exists():
         number += 1
         path = folder / f"{base}-{number}.json"
-    partial = path.with_suffix(".json.tmp")
-    partial.write_text(json.dumps(_plain(result), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_atomically(path, json.dumps(_plain(result), indent=1, allow_nan=False) + "\n")
     return path
 
 

@@ -1,13 +1,13 @@
-"""What a block keeps from its forward pass for its backward pass (`train.activation_checkpointing`).
+"""Activation checkpointing: what a block saves for its backward pass (`train.activation_checkpointing`).
 
-    none        all that the backward pass reads; compiled, what torch.compile thinks best for speed
-    selective   the stream where a norm reads it, the results of matrix products and of the mixer's op, or of the norm
-                behind it; convolution, gates and casts of weights (and SwiGLU's activation where PyTorch has it) are
-                computed again, most of them inside the backward pass's own kernels
-    products    the stream and the results of matrix products alone: the mixer's op is computed again too
-    full        the block's input alone; the block is computed again, products included
+    none        everything that the backward pass reads; in compiled blocks, what torch.compile considers fastest
+    selective   the residual stream where a norm reads it, and the results of matmuls and of the mixer's op or the norm
+                after it. Convolution, gates and casts of weights (and the activation of SwiGLU if PyTorch computes it)
+                are recomputed, most of them inside the kernels of the backward pass
+    products    the residual stream and the results of matmuls; the mixer's op is recomputed too
+    full        the input of the block; everything else is recomputed
 
-`scripts.plan.cost` counts what that is. Nothing in a block draws random numbers, so no generator's state is kept.
+`scripts.plan.cost` counts the bytes. A block draws no random numbers, so no state of a generator is saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Forward = Callable[..., Tensor]  # (hidden, ...) -> hidden, see `EflaBlock`
 KINDS = ("none", "selective", "products", "full")
 
 aten = torch.ops.aten
-PRODUCTS = {
+MATMULS = {
     aten.mm.default,
     aten.addmm.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -34,14 +34,14 @@ PRODUCTS = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 
-# of efla_kernels, whose other ops are the mixers'
-OUR_PRODUCTS = ("linear", "norm_linear", "swiglu_linear")
+# Ops of efla_kernels, by the start of their names; its other ops are those of the mixers.
+OUR_MATMULS = ("linear", "norm_linear", "swiglu_linear")
 CHEAP = ("convolution",)
 
 
-def kind_of_checkpointing(setting: str, compiled: bool) -> str:
-    """What `train.activation_checkpointing` means. `auto` is selective where blocks are compiled: there it costs little
-    time, while outside of a compiled graph every operation would ask Python what to do."""
+def checkpointing_kind(setting: str, compiled: bool) -> str:
+    """The kind that `train.activation_checkpointing` means. `auto` is selective in compiled blocks, where it costs
+    little time; in blocks that are not compiled every operation would call the policy in Python."""
     return ("selective" if compiled else "none") if setting == "auto" else setting
 
 
@@ -49,42 +49,45 @@ def _is_ours(op: Any) -> bool:
     return getattr(op, "namespace", "") == "efla_kernels"
 
 
-def _save(wanted: bool) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(save: bool) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def selective_policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    """Save products and the mixers' ops, compute the rest again."""
-    return _save(op in PRODUCTS or (_is_ours(op) and not op.__name__.startswith(CHEAP)))
+    """Save the results of matmuls and of the mixers' ops, recompute the rest."""
+    return _policy(op in MATMULS or (_is_ours(op) and not op.__name__.startswith(CHEAP)))
 
 
-def products_policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    """Save products, compute the rest again."""
-    return _save(op in PRODUCTS or (_is_ours(op) and op.__name__.startswith(OUR_PRODUCTS)))
+def matmuls_policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    """Save the results of matmuls, recompute the rest."""
+    return _policy(op in MATMULS or (_is_ours(op) and op.__name__.startswith(OUR_MATMULS)))
 
 
-POLICIES = {"selective": selective_policy, "products": products_policy}
+POLICIES = {"selective": selective_policy, "products": matmuls_policy}
 
 
-def keeping(forward: Forward, kind: str) -> Forward:
-    """`forward` with `kind` of the table above. Compiled afterwards, the choice is part of the compiled graph."""
+def checkpointed(forward: Forward, kind: str) -> Forward:
+    """`forward` with activation checkpointing of a `kind` in the table above. torch.compile makes it part of its graph.
+
+    Raises ValueError for another kind.
+    """
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
     if kind == "none":
         return forward
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind in POLICIES:
-        # torch warns that operations in place would be computed twice: there are none in a block
+        # torch warns that in-place operations would run twice: a block has none
         logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_not_about_context_fn)
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, POLICIES[kind])
 
     @functools.wraps(forward)
-    def kept(hidden: Tensor, *others: Any) -> Tensor:
+    def wrapped(hidden: Tensor, *others: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return forward(hidden, *others)
         return checkpoint(forward, hidden, *others, **options)
 
-    return kept
+    return wrapped
 
 
 def _is_not_about_context_fn(record: logging.LogRecord) -> bool:

@@ -1,7 +1,7 @@
-"""Compiled graphs that torch keeps on disk, told apart by the source of our ops.
+"""Keys of torch.compile's cache on disk that change with the source of our ops.
 
-The keys of its caches know an op by its name and see its forward pass alone. A graph of an earlier efla_kernels, whose
-backward op took other arguments, would be taken for today's and fail in the first update.
+torch keys a compiled graph by the names of its ops and by its forward pass. A graph of an older efla_kernels, whose
+backward op took other arguments, would have the key of the present one and fail in the first step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SOURCE = Path(efla_kernels.__file__).parent
 
 
 def source_tag(folder: Path = SOURCE) -> str:
-    """A name for the Python files under `folder` as they are."""
+    """A hash of the Python files under `folder`."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -24,7 +24,7 @@ def source_tag(folder: Path = SOURCE) -> str:
 
 
 def tag_caches() -> None:
-    """Make the source of our ops a part of the keys, beside what a user has put there."""
+    """Add the hash of our ops' source to torch's cache keys. A tag that the user set stays."""
     config, tag = torch.compiler.config, source_tag()
     if tag not in config.cache_key_tag:
         config.cache_key_tag += tag

@@ -1,13 +1,13 @@
-"""Processes, devices and sharding: the one module that knows how many of us there are.
+"""Processes, devices and sharding: the one module that knows how many processes there are.
 
-accelerate finds the launcher's processes and places their devices; nothing goes through its `prepare`. Several
-processes share the model by torch FSDP2 (`fully_shard`), with gloo on a CPU as well, so that the path which trains on
-GPUs is the path which the tests run. A process that needs no shards of others holds the model as it is (`hold_whole`):
-FSDP's hooks would cost the host as much as the rest of a small step, and keep it from being recorded as a CUDA graph.
+accelerate finds the processes of the launcher and places their devices; nothing goes through its `prepare`. Several
+processes share the model by torch FSDP2 (`fully_shard`), with gloo on a CPU too, so that the tests run the path that
+trains on GPUs. A process that needs no shards of others holds the whole model without FSDP (`hold_whole`): the hooks of
+FSDP would cost the host as much as the rest of a small step, and they cannot be recorded as a CUDA graph.
 
     mode     mesh (replicate x shard)
     single   1 x 1                  one process, no FSDP
-    ddp      N x 1                  every rank holds all weights, gradients are all-reduced: on one machine without
+    ddp      N x 1                  every rank holds all weights and gradients are all-reduced: on one machine without
                                     FSDP (unless train.cuda_graphs=off; `efla_lm.parallel.overlap`), else by FSDP
     fsdp     1 x N                  weights, gradients and optimiser state are sharded over all ranks
     hsdp     nodes x ranks/node     sharded within a node, replicated over nodes (or as `replicate`, `shard` say)
@@ -16,8 +16,9 @@ FSDP's hooks would cost the host as much as the rest of a small step, and keep i
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -36,14 +37,14 @@ from efla_lm.parallel.overlap import sums_of
 
 T = TypeVar("T")
 
-# Decay and step-size parameters: a few numbers per head that enter through an exponential. FSDP casts what it manages
-# to the compute dtype and wants one dtype per group, so these stay outside: whole and fp32 on every rank.
+# Decay and step-size parameters: a few numbers per head that enter through an exponential. FSDP casts its parameters to
+# the compute dtype and needs one dtype per group, so it does not manage these: every rank holds them whole, in fp32.
 FP32_PARAMETERS = ("A_log", "dt_bias", "D")
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of this launch. `control` is a gloo group for objects and checkpoints: it never waits for a GPU."""
+    """The processes of this launch. `control` is a gloo group for objects and checkpoints; it never waits for a GPU."""
 
     rank: int
     size: int
@@ -78,10 +79,10 @@ class World:
         return box[0]
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 alone and give its value to all.
+        """Run `work` on rank 0 and return its value on all ranks.
 
-        If it raises, rank 0 passes the error on and the others exit with code 1 without a word: nobody waits for a
-        result that will not come, and the reason is printed once.
+        If it raises, rank 0 raises that error and the other ranks exit with code 1 in silence: no rank waits for a
+        result that does not come, and the reason is printed once.
         """
         value, error = None, None
         if self.is_main:
@@ -98,11 +99,11 @@ class World:
 
 
 def start(device: str = "auto", world_size: int | None = None, key: str = "train.device") -> World:
-    """Join the processes that the launcher started and take this process's device.
+    """Join the processes that the launcher started and take the device of this process.
 
-    device: auto (CUDA where there is one), cpu or cuda; key: what sets it. world_size: what the user expects
-    (`parallel.world_size`), or None. Raises UserError where the launcher asked for several processes and this one
-    stands alone, where the world is not of the expected size, or where a GPU is missing.
+    device: auto (CUDA where there is one), cpu or cuda; key: the setting that says so. world_size: the number of
+    processes that the user expects (`parallel.world_size`), or None. Raises UserError if the launcher was asked for
+    several processes and this one is alone, if the number is not the expected one, or if a GPU is missing.
     """
     kind = choose_device(device, key).type
     if kind == "cuda" and (local_size := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > torch.cuda.device_count():
@@ -110,13 +111,12 @@ def start(device: str = "auto", world_size: int | None = None, key: str = "train
             f"{local_size} processes were started on this machine but it has {torch.cuda.device_count()} GPU(s): "
             f"start one process per GPU, or set {key}=cpu"
         )
-    # rank 0 writes exports and prepares folders while others wait: the default of 10 minutes (NCCL) is short for that
+    # rank 0 writes exports and prepares folders while the others wait; NCCL's default of 10 minutes is short for that
     state = PartialState(cpu=kind == "cpu", timeout=timedelta(minutes=60))
     if state.num_processes == 1:
         _refuse_lonely_process()
     if world_size is not None and world_size != state.num_processes:
         raise UserError(f"parallel.world_size={world_size} but {state.num_processes} process(es) run: {_HOW_TO_LAUNCH}")
-    place = torch.device("cpu") if kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
     if state.num_processes == 1 and not dist.is_initialized():
         backend = "gloo" if kind == "cpu" else "nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -126,16 +126,33 @@ def start(device: str = "auto", world_size: int | None = None, key: str = "train
         rank=state.process_index,
         size=state.num_processes,
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        device=place,
+        device=torch.device("cpu") if kind == "cpu" else torch.device("cuda", torch.cuda.current_device()),
         control=control,
     )
 
 
-def finish() -> None:
-    """Leave the process group. Called at the very end, and never while an exception passes: peers may be gone by
-    then."""
+def finish(failed: bool = False) -> None:
+    """Leave the process group.
+
+    failed: whether an error ends this process. Its peers may be gone then, so that nothing may wait for them: NCCL's
+    communicators are aborted (without that torch warns at exit), and gloo's are left to the end of the process.
+    """
     if dist.is_initialized():
-        dist.destroy_process_group()
+        if not failed:
+            dist.destroy_process_group()
+        elif dist.get_backend() == "nccl":
+            dist.distributed_c10d._abort_process_group()
+
+
+@contextlib.contextmanager
+def leaving_process_group() -> Iterator[None]:
+    """Call `finish` at the end of the block, whether it ends well or with an error."""
+    try:
+        yield
+    except BaseException:
+        finish(failed=True)
+        raise
+    finish()
 
 
 _HOW_TO_LAUNCH = (
@@ -145,11 +162,10 @@ _HOW_TO_LAUNCH = (
 
 
 def _refuse_lonely_process() -> None:
-    """Raise UserError if a launcher asked for several processes and gave none of them a rank.
+    """Raise UserError if a launcher was asked for several processes and gave them no ranks.
 
-    `accelerate launch --num_processes 2` on a machine without GPUs starts a single process, with the rendezvous
-    address set but no rank; mpirun and srun start several that do not know each other and would all write to the same
-    run.
+    `accelerate launch --num_processes 2` on a machine without GPUs starts one process with a rendezvous address and no
+    rank. mpirun and srun start several that do not know each other and would all write to the same run.
     """
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         raise UserError(f"accelerate was asked for several processes but started one, without a rank: {_HOW_TO_LAUNCH}")
@@ -183,10 +199,10 @@ def build_mesh(world: World, mode: str, replicate: int | None = None, shard: int
 
 
 def holds_whole(mode: str, world: World, cuda_graphs: str) -> bool:
-    """Whether ranks hold the model without FSDP: one process, or `ddp` on one machine where graphs are not off.
+    """Whether ranks hold the whole model without FSDP: one process, or `ddp` on one machine if graphs are not off.
 
     Gradients are then summed in the backward pass (`efla_lm.parallel.overlap`), or after it with
-    parallel.overlap=false. Several machines have not been tried without FSDP.
+    parallel.overlap=false. Several machines without FSDP are not tested, so they use FSDP.
     """
     if mode == "single" or (mode == "auto" and world.size == 1):
         return True
@@ -194,7 +210,7 @@ def holds_whole(mode: str, world: World, cuda_graphs: str) -> bool:
 
 
 def compute_type(model: nn.Module, precision: str) -> torch.dtype | None:
-    """The type that `train.precision` computes in; None: that of the masters. Those must be fp32 (else ValueError)."""
+    """The type that `train.precision` computes in; None: that of the masters, which must be fp32 (else ValueError)."""
     wrong = [name for name, p in model.named_parameters() if p.dtype != torch.float32]
     if wrong:
         raise ValueError(f"master weights must be float32: {len(wrong)} parameters are not, the first is {wrong[0]}")
@@ -204,9 +220,9 @@ def compute_type(model: nn.Module, precision: str) -> torch.dtype | None:
 
 
 def hold_whole(model: EflaForCausalLM, precision: str) -> None:
-    """No FSDP: all fp32 masters on this device, cast in the forward pass where they are used (`EflaModel.compute`).
+    """Without FSDP: this device holds all fp32 masters, and the forward pass casts them to `EflaModel.compute`.
 
-    The gradient of a cast weight is fp32, and adds up so over micro-batches.
+    The gradients of cast weights are fp32 and add up in fp32 over micro-batches.
     """
     model.model.compute = compute_type(model, precision)
 
@@ -214,9 +230,9 @@ def hold_whole(model: EflaForCausalLM, precision: str) -> None:
 def shard_model(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, precision: str) -> None:
     """Shard `model` over `mesh` in place: each block is one FSDP group, the rest (embeddings, last norm, head) another.
 
-    Tied embeddings work because both ends are in that last group. Gradients are summed over ranks, not averaged: the
-    loss is already divided by the global count. precision: fp32, or bf16 = weights gathered and used in bf16,
-    gradients reduced in fp32. Master weights must be fp32 (ValueError otherwise); FP32_PARAMETERS are left whole, see
+    Tied embeddings work because that last group holds both. Gradients are summed over ranks, not averaged: the loss is
+    already divided by the global number of targets. precision: fp32, or bf16 (weights are gathered and used in bf16,
+    gradients are reduced in fp32). Master weights must be fp32 (ValueError otherwise). FP32_PARAMETERS stay whole, see
     `reduce_whole`.
     """
     policy = MixedPrecisionPolicy(
@@ -225,7 +241,7 @@ def shard_model(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, pre
         cast_forward_inputs=False,  # hidden states have the embedding's dtype; a silent cast would hide mistakes
     )
     whole = {p for name, p in model.named_parameters() if is_whole(name)}
-    # with one shard per replica there is nothing to free after forward, and a second gather would only cost time
+    # with one shard per replica there is nothing to free after the forward pass; a second gather would only cost time
     reshard = mesh["shard"].size() > 1
     fsdp_mesh = mesh["shard"] if mesh["replicate"].size() == 1 else mesh
     for block in blocks:
@@ -243,7 +259,7 @@ def is_whole(name: str) -> bool:
 
 
 def reduce_whole(model: nn.Module, world: World) -> None:
-    """Sum over ranks the gradients that were not in the backward pass: with FSDP those of FP32_PARAMETERS, else all."""
+    """Sum over ranks the gradients that the backward pass did not sum: of FP32_PARAMETERS with FSDP, else all."""
     sharded = isinstance(model, FSDPModule)
     grads = [p.grad for name, p in model.named_parameters() if p.grad is not None and (not sharded or is_whole(name))]
     if world.size == 1 or sums_of(model) is not None or not grads:
@@ -254,8 +270,7 @@ def reduce_whole(model: nn.Module, world: World) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered weights, so that the registered parameters are the sharded masters again (after a forward
-    alone)."""
+    """Free the gathered weights, so that the parameters are the sharded masters again (after a forward pass alone)."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM ask the run to stop; the loop saves and leaves at the end of the update it is in.
+"""Ctrl-C and SIGTERM ask the run to stop. The loop saves and leaves at the end of the current step.
 
-A process that is alone in getting the signal cannot act on it alone: `Interruption.requested` goes into the
-all-reduce of the step (`efla_lm.training.step`), so that all ranks leave after the same update, and into that of
-`Agreement` where forward passes are made without updates.
+One rank alone may get the signal, so it cannot act on it alone. `Interruption.requested` is part of the all-reduce of
+each step (`efla_lm.training.step`), so that all ranks leave after the same step. During a validation, which has no
+steps, it is part of the all-reduce of `Agreement`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interruption:
-    """Context in which the first signal is only noted; a second Ctrl-C interrupts at once, without saving."""
+    """A context that notes the first signal. A second Ctrl-C interrupts at once, without saving."""
 
     def __init__(self) -> None:
         self.requested = False
         self.reason = ""  # SIGTERM or SIGINT, on the ranks that got it
-        self._before: dict[signal.Signals, object] = {}
+        self._handlers: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Interruption:
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
+            self._handlers[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -44,16 +44,16 @@ class Interruption:
         self.requested, self.reason = True, signal.Signals(number).name
 
 
-class StopAsked(Exception):
-    """Some rank was asked to stop; raised on all of them alike."""
+class StopRequested(Exception):
+    """Some rank was asked to stop. All ranks raise it at the same place."""
 
 
 class Agreement:
     """Lets all ranks leave a validation at the same forward pass once one of them was asked to stop.
 
-    Sharded weights need every rank in every pass, so no rank may leave alone. `check`, called before each pass, starts
-    a sum of the wishes over the control group, on the host, and reads the one of the check before: it came in while the
-    pass between them ran, so that nobody waits for it. A single process has nobody to ask.
+    Sharded weights need every rank in every forward pass, so no rank may leave alone. `check`, called before each pass,
+    starts a sum of the requests over the control group, on the host, and reads the sum that the last check started. It
+    arrived while the pass between the two ran, so nothing waits for it. A single process needs no sum.
     """
 
     def __init__(self, interruption: Interruption, world: World) -> None:
@@ -61,21 +61,21 @@ class Agreement:
         self._sent: tuple[Tensor, dist.Work] | None = None
 
     def check(self) -> None:
-        """Raise StopAsked where a rank had been asked to stop by the check before. Ranks call it equally often."""
+        """Raise StopRequested if a rank was asked to stop before the last check. All ranks call it equally often."""
         self.settle()
         if self._world.size > 1:
-            wishes = torch.tensor([int(self._interruption.requested)])
-            work = dist.all_reduce(wishes, group=self._world.control, async_op=True)
+            requests = torch.tensor([int(self._interruption.requested)])
+            work = dist.all_reduce(requests, group=self._world.control, async_op=True)
             assert work is not None
-            self._sent = wishes, work
+            self._sent = requests, work
 
     def settle(self) -> None:
-        """Read what the last check sent, and raise as `check` does; all ranks call it after the last pass."""
-        asked = self._world.size == 1 and self._interruption.requested
+        """Read the sum that the last check started, and raise as `check` does. Call it after the last pass."""
+        requested = self._world.size == 1 and self._interruption.requested
         if self._sent is not None:
-            wishes, work = self._sent
+            requests, work = self._sent
             self._sent = None
             work.wait()
-            asked = wishes.item() > 0
-        if asked:
-            raise StopAsked
+            requested = requests.item() > 0
+        if requested:
+            raise StopRequested

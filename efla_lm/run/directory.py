@@ -1,12 +1,12 @@
-"""The run directory: one per launch, agreed by all processes, written by one launch at a time.
+"""The run directory: one per launch, the same for all processes, written by one launch at a time.
 
     runs/NAME/config.yaml       resolved settings of the newest launch; config-1.yaml, ... of earlier ones that differ
     runs/NAME/launches.jsonl    one line per launch: time, host, process, world size, command, versions
     runs/NAME/metrics.jsonl     see `efla_lm.run.metrics`
     runs/NAME/checkpoints/      step-N folders; export/, results/
-    runs/NAME/.lock             who writes here now
+    runs/NAME/.lock             the process that writes here
 
-A new name is made by the main process with an atomic mkdir and told to the others; only it reads a clock.
+The main process makes a new directory with an atomic mkdir and sends its name to the others; only it reads a clock.
 """
 
 import contextlib
@@ -22,16 +22,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from efla_data.atomic import naming, write_atomically
 from efla_kernels.environment import installed_version
 
 from efla_lm.errors import UserError
 from efla_lm.settings import TrainSettings, to_yaml
 
-Broadcast = Callable[[Any], Any]  # the main process's object, on every process
+Broadcast = Callable[[Any], Any]  # returns the main process's object on every process
 
 
 class RunDirectory:
-    """Paths of one run. `open_run` makes it; `close` (or leaving a `with`) gives the lock back."""
+    """Paths of one run. `open_run` makes it; `close`, or the end of a `with`, releases the lock."""
 
     def __init__(self, path: Path, main: bool, is_new: bool, lock: "DirectoryLock | None" = None) -> None:
         self.path = path
@@ -49,7 +50,7 @@ class RunDirectory:
         return self.path.name
 
     def close(self) -> None:
-        """Let other launches in. May be called more than once."""
+        """Release the lock, so that another launch may write here. May be called more than once."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -64,11 +65,10 @@ class RunDirectory:
 def open_run(
     settings: TrainSettings, *, rank: int = 0, world_size: int = 1, broadcast: Broadcast = lambda value: value
 ) -> RunDirectory:
-    """Make or reopen the run directory of these settings; every process of the launch calls it and gets the same path.
+    """Make or reopen the run directory of these settings. All processes of the launch call it and get the same path.
 
-    `broadcast` hands the main process's object to all (e.g. through torch.distributed); an error on the main process is
-    handed round too, so that all raise it and none waits. Raises UserError when another launch writes there, or when
-    `resume=never` meets a directory that holds a run.
+    `broadcast` sends an object of the main process to all, such as an error: all raise it, and none waits. Raises
+    UserError if another launch writes there, or if resume=never and the directory holds a run.
     """
     message: dict[str, Any] = {}
     lock: DirectoryLock | None = None
@@ -114,7 +114,7 @@ def _make(settings: TrainSettings) -> tuple[Path, bool, "DirectoryLock"]:
 
 
 def _new_directory(runs: Path, name: str) -> Path:
-    """mkdir is atomic: of several launches in one second each gets a name of its own."""
+    """mkdir is atomic: several launches in one second get different names."""
     for number in range(1, 10_000):
         path = runs / (name if number == 1 else f"{name}-{number}")
         try:
@@ -151,33 +151,12 @@ def _record(path: Path, settings: TrainSettings, world_size: int) -> None:
         file.write(json.dumps(launch) + "\n")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old text or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with naming(path), open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Errors of writing into an open file say which one: the system's name none."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
 class DirectoryLock:
-    """Exclusive right to write in a directory, from construction to `release` or the end of the process.
+    """The exclusive right to write in a directory, from construction to `release` or the end of the process.
 
-    The kernel's lock on `.lock` decides between processes of one host and vanishes with its holder, so that a killed
-    launch blocks nobody; the text in it (host, pid, start time) decides where the file system does not carry locks
-    between hosts. Raises UserError naming the holder.
+    The kernel's lock on `.lock` decides between processes of one host. It ends with its holder, so a killed launch
+    blocks no other. The text of the file (host, pid, start time) decides on file systems that do not share locks
+    between hosts. Raises UserError with the name of the holder.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -206,10 +185,10 @@ class DirectoryLock:
         os.fsync(self._file)
 
     def release(self) -> None:
-        """Empty the file and unlock it. The file stays: removing it would let two later launches lock two files."""
+        """Empty and unlock the file. It is not removed: two later launches could then lock two different files."""
         if self._file >= 0:
             os.ftruncate(self._file, 0)
-            os.close(self._file)  # the kernel's lock goes with it
+            os.close(self._file)  # this ends the kernel's lock
             self._file = -1
 
     def _read(self) -> dict[str, Any]:
@@ -228,7 +207,7 @@ class DirectoryLock:
 
 
 def _may_be_alive(holder: dict[str, Any]) -> bool:
-    """Whether the named process may still run: surely not if its pid is free here, or belongs to a later process."""
+    """Whether the holder may still run. It does not if its pid is free here, or belongs to a later process."""
     if holder.get("host") != socket.gethostname():
         return True
     try:
@@ -243,7 +222,7 @@ def _may_be_alive(holder: dict[str, Any]) -> bool:
 
 
 def _process_start(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot, with the boot's id; null where /proc has none."""
+    """Start time of a process in clock ticks since boot, with the boot's id; None without /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -254,7 +233,7 @@ def _process_start(pid: int) -> str | None:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold a directory's lock for the length of a `with` (for commands other than training that write into a run)."""
+    """Hold the lock of a directory during a `with`, for commands other than training that write into a run."""
     lock = DirectoryLock(directory)
     try:
         yield

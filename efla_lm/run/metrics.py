@@ -1,7 +1,7 @@
-"""Where numbers of a run go: `metrics.jsonl` first, then the trackers that are switched on.
+"""The figures of a run: `metrics.jsonl` first, then the trackers that the settings switch on.
 
-One JSON object per line, written whole. On resume the rows after the resumed step are taken out, because the run writes
-them again; a line cut short by a crash goes as well. A number that is not finite is written as null.
+The file has one JSON object per line, each written whole. On resume the rows after the resumed step are removed,
+because the run writes them again, and so is a line that a crash cut short. NaN and infinity are written as null.
 """
 
 import json
@@ -12,16 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from efla_data.atomic import naming, write_atomically
+
 from efla_lm.errors import UserError
-from efla_lm.run.directory import RunDirectory, naming, write_atomically
+from efla_lm.run.directory import RunDirectory
 from efla_lm.settings import LoggerSettings
 
 
 class MetricsWriter:
-    """Write rows of one run. Every process may hold one; only the main process's writes (one file, one tracker run).
+    """Writes the rows of one run. All processes may have one; only that of the main process writes.
 
-    resumed_step: rows with a larger `step` are dropped on opening; 0 for a run that starts over.
-    config: what trackers show as the run's configuration.
+    resumed_step: rows with a larger `step` are removed on opening; 0 for a run that starts again.
+    config: the configuration that trackers show.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class MetricsWriter:
             self._trackers.append(_Wandb(run, logger, config))
 
     def write(self, row: Mapping[str, int | float | str | None]) -> None:
-        """Add one row; it holds `step`, the number of updates done. Raises OSError when the disk is full."""
+        """Add one row, with `step`, the number of steps done. Raises OSError if the disk is full."""
         if "step" not in row:
             raise ValueError(f"a row of metrics needs a step, got {sorted(row)}")
         if self._file < 0:
@@ -49,13 +51,13 @@ class MetricsWriter:
         line = (json.dumps(clean, allow_nan=False) + "\n").encode()
         with naming(self._path):
             written = os.write(self._file, line)
-            while written < len(line):  # a nearly full disk takes part of a line; the next write says why
+            while written < len(line):  # a nearly full disk takes part of a line; the next write raises
                 written += os.write(self._file, line[written:])
         for tracker in self._trackers:
             tracker.write(clean)
 
     def close(self) -> None:
-        """Finish files and trackers. May be called more than once."""
+        """Close the file and the trackers. May be called more than once."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -70,7 +72,7 @@ class MetricsWriter:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All whole rows of a metrics file; a line cut short by a crash is left out."""
+    """All whole rows of a metrics file, without a line that a crash cut short."""
     rows = []
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -81,7 +83,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate_rows(path: Path, last_step: int) -> None:
-    """Take the rows after `last_step`, and broken lines, out of a metrics file, by replacing it whole."""
+    """Remove the rows after `last_step` and broken lines from a metrics file, which is replaced as a whole."""
     if not path.exists():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -109,7 +111,7 @@ class _Tensorboard:
     def __init__(self, folder: Path, resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # purge_step hides what an earlier launch wrote beyond the step that is resumed
+        # purge_step hides the values that an earlier launch wrote after the resumed step
         self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -122,11 +124,14 @@ class _Tensorboard:
 
 
 class _Wandb:
-    """One Weights & Biases run for the life of a run directory: its id is made once and kept in `wandb.json`.
+    """One Weights & Biases run for each run directory: its id is made once and kept in `wandb.json`.
 
-    Offline, each launch leaves a part `wandb/offline-run-*-ID`; the parts are listed in `wandb.json` and at the end;
-    `wandb sync --id` uploads them in order as one run. (Offline, resume="must" would start a fresh run without a word;
-    "allow" with a fixed id does not.)
+    Plots are over our own `step`, by define_metric. wandb ignores values of a step of its own that goes back, as it
+    does after a resume from an older checkpoint; here the new values are drawn beside those of the abandoned steps.
+
+    Offline, each launch writes a part `wandb/offline-run-*-ID`. `wandb.json` and the last line of output list the
+    parts; `wandb sync --id` uploads them in order as one run. Offline, resume="must" would start a new run in silence;
+    "allow" with a fixed id does not.
     """
 
     def __init__(self, run: RunDirectory, logger: LoggerSettings, config: Mapping[str, Any]) -> None:
@@ -153,9 +158,11 @@ class _Wandb:
             raise UserError(
                 f"logger.wandb: {' '.join(str(error).split())}; run `wandb login`, or set logger.wandb_mode=offline"
             ) from error
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._run.log({name: value for name, value in row.items() if value is not None}, step=row["step"])
+        self._run.log({name: value for name, value in row.items() if value is not None})
 
     def close(self) -> None:
         self._run.finish()

@@ -151,6 +151,16 @@ class LoopSettings:
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise UserError(f"train.clip_norm: got {self.clip_norm}, expected more than 0 (null: no clipping)")
 
+    def sequences(self, context: int) -> int:
+        """Sequences of `context` positions in a global batch. Raises UserError unless they divide it."""
+        if self.batch_tokens % context:
+            nearest = max(context, round(self.batch_tokens / context) * context)
+            raise UserError(
+                f"train.batch_tokens: got {self.batch_tokens}, expected a multiple of data.context={context}; "
+                f"the nearest is {nearest}"
+            )
+        return self.batch_tokens // context
+
 
 @dataclass
 class OptimSettings:
@@ -305,13 +315,8 @@ class TrainSettings:
         if not 0 <= self.seed < 1 << 63:
             raise UserError(f"seed: got {self.seed}, expected 0 or more, below 2^63")
         positive("", self, "profile")
-        context, batch, micro = self.data.context, self.train.batch_tokens, self.train.micro_tokens
-        if batch % context:
-            nearest = max(context, round(batch / context) * context)
-            raise UserError(
-                f"train.batch_tokens: got {batch}, expected a multiple of data.context={context}; "
-                f"the nearest is {nearest}"
-            )
+        context, micro = self.data.context, self.train.micro_tokens
+        self.train.sequences(context)
         if micro is not None and micro < context:
             raise UserError(
                 f"train.micro_tokens: got {micro}, expected at least one sequence of data.context={context}"

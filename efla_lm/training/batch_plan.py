@@ -1,8 +1,8 @@
-"""The arithmetic of a run: tokens, windows, updates, micro-batches. A token is a position.
+"""The arithmetic of batches: tokens, sequences, micro-batches and steps. A token is a position.
 
-batch_tokens = context * windows per global batch
-windows per global batch = micro_batch * micro_steps * world_size
-tokens seen after n updates = n * batch_tokens
+batch_tokens = context * sequences of a global batch
+sequences of a global batch = micro_batch * micro_steps * world_size
+tokens seen after n steps = n * batch_tokens
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from efla_lm.settings import LoopSettings
 
 
 @dataclass(frozen=True)
-class Budget:
+class BatchPlan:
     """Sizes that follow from the settings and the number of processes."""
 
     context: int
     batch_tokens: int
-    micro_batch: int  # windows a device takes at once
-    micro_steps: int  # micro-batches per update and device
-    steps: int  # updates of the whole run
+    micro_batch: int  # sequences that a device takes at once
+    micro_steps: int  # micro-batches per step and device
+    steps: int  # of the whole run
 
     @property
-    def windows(self) -> int:
-        """Windows of a global batch."""
+    def sequences(self) -> int:
+        """Sequences of a global batch."""
         return self.batch_tokens // self.context
 
     @property
@@ -33,21 +33,19 @@ class Budget:
         return self.steps * self.batch_tokens
 
 
-def plan_budget(train: LoopSettings, context: int, world_size: int) -> Budget:
-    """Work out the batch and the length of the run. Raises UserError with the figures where they do not divide."""
-    if train.batch_tokens < context or train.batch_tokens % context:
-        raise UserError(f"train.batch_tokens={train.batch_tokens} must be a multiple of data.context={context}")
-    windows = train.batch_tokens // context
-    if windows % world_size:
+def plan_batches(train: LoopSettings, context: int, world_size: int) -> BatchPlan:
+    """Work out the batch and the length of the run. Raises UserError with the figures if they do not divide."""
+    sequences = train.sequences(context)
+    if sequences % world_size:
         raise UserError(
-            f"train.batch_tokens={train.batch_tokens} is {windows} windows of data.context={context}, which "
+            f"train.batch_tokens={train.batch_tokens} is {sequences} sequences of data.context={context}, which "
             f"{world_size} processes cannot share evenly: change train.batch_tokens or the number of processes"
         )
-    per_rank = windows // world_size
+    per_rank = sequences // world_size
     micro = train.micro_batch if train.micro_batch is not None else _largest_cut(per_rank, train.micro_tokens, context)
     if micro < 1 or per_rank % micro:
         raise UserError(
-            f"train.micro_batch={micro}: each of {world_size} process(es) has {per_rank} windows per update, which "
+            f"train.micro_batch={micro}: each of {world_size} process(es) has {per_rank} sequences per step, which "
             "must be a multiple of it"
         )
     if (train.steps is None) == (train.tokens is None):
@@ -55,11 +53,11 @@ def plan_budget(train: LoopSettings, context: int, world_size: int) -> Budget:
     steps = train.steps if train.steps is not None else -(-(train.tokens or 0) // train.batch_tokens)
     if steps < 1:
         raise UserError(f"nothing to train: train.steps={train.steps}, train.tokens={train.tokens}")
-    return Budget(context, train.batch_tokens, micro, per_rank // micro, steps)
+    return BatchPlan(context, train.batch_tokens, micro, per_rank // micro, steps)
 
 
 def _largest_cut(per_rank: int, micro_tokens: int | None, context: int) -> int:
-    """The most windows at once within micro_tokens that divide a rank's share; at least one."""
+    """The most sequences at once within micro_tokens that divide the share of a rank; at least one."""
     if micro_tokens is None:
         raise UserError("give one of train.micro_batch and train.micro_tokens, got neither")
     most = max(1, min(per_rank, micro_tokens // context))

@@ -6,24 +6,18 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-# Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets (without sparsity), by part of the device's
-# name.
-PEAK_FLOPS = {
-    "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12,
-    "A100": 312e12, "A40": 149.7e12, "A6000": 154.8e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165.2e12,
-}  # fmt: skip
+from efla_lm.parallel import gpus
+
+STARTUP_STEPS = 2  # of a launch: the first compiles, the second records CUDA graphs
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of `device` in FLOP/s, or None where it is not known (a CPU among them)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    """Dense bf16 peak of `device` in FLOP/s, or None if it is not known (as of a CPU)."""
+    return gpus.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -35,26 +29,30 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class Meter:
-    """Clock of the training loop that leaves out validation and saving.
+    """The clock of the training loop. Validation, saving and the first STARTUP_STEPS of a launch do not count.
 
-    flops_per_token: FLOPs of forward and backward per position; utilisation is None where the peak is not known. The
-    host must have waited for the device (`Verdicts.settle`) before `read`.
+    flops_per_token: FLOPs of the forward and backward pass per position.
     """
 
     def __init__(self, flops_per_token: float, device: torch.device, world_size: int) -> None:
         self._flops, self._device, self._world_size = flops_per_token, device, world_size
         self._begin = time.perf_counter()
         self._idle = 0.0
-        self.rate = 0.0  # tokens per second as last read
-        self._mark, self._tokens = self._begin, 0
+        self.rate: float | None = None  # tokens per second as last read
+        self._steps, self._mark, self._tokens = 0, self._begin, 0
 
-    def count(self, tokens: int) -> None:
-        """Add the tokens of an update."""
-        self._tokens += tokens
+    def count(self, tokens: int, wait: Callable[[], object]) -> None:
+        """Count a step of `tokens`. wait: waits for the device; called after the steps of the start-up only."""
+        self._steps += 1
+        if self._steps <= STARTUP_STEPS:
+            wait()
+            self._mark = time.perf_counter()
+        else:
+            self._tokens += tokens
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent inside does not count."""
+        """The time that is spent inside does not count."""
         begin = time.perf_counter()
         yield
         idle = time.perf_counter() - begin
@@ -62,14 +60,19 @@ class Meter:
         self._mark += idle
 
     def read(self) -> dict[str, float | None]:
-        """Speed since the last `read`; `seconds` of training since the start of this launch; peak memory."""
+        """Figures for metrics.jsonl. The host must have waited for the device (`StepResults.settle`).
+
+        tokens_per_second and mfu since the last `read`: None if no step counted since, mfu also on a device whose peak
+        is not known. seconds of training since the start of this launch. peak_memory_gib.
+        """
         now = time.perf_counter()
-        self.rate = self._tokens / max(now - self._mark, 1e-9)
+        if self._tokens:
+            self.rate = self._tokens / max(now - self._mark, 1e-9)
+        peak, rate = peak_flops(self._device), self.rate if self._tokens else None
         self._mark, self._tokens = now, 0
-        peak = peak_flops(self._device)
         return {
-            "tokens_per_second": self.rate,
-            "mfu": self.rate * self._flops / (peak * self._world_size) if peak else None,
+            "tokens_per_second": rate,
+            "mfu": rate * self._flops / (peak * self._world_size) if peak and rate else None,
             "seconds": now - self._begin - self._idle,
             "peak_memory_gib": peak_memory_gib(self._device),
         }

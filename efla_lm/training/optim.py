@@ -1,12 +1,11 @@
-"""AdamW over sharded fp32 masters: which parameters decay, the gradient norm of all ranks, and a step that can be
-declined.
+"""AdamW over sharded fp32 masters: which parameters decay, the gradient norm of all ranks, a step that may be skipped.
 
     m <- b1 m + (1 - b1) g      v <- b2 v + (1 - b2) g^2                                   (arXiv 1711.05101)
     p <- p - lr (m' / (sqrt(v') + eps) + weight_decay p),   m' = m / (1 - b1^n),   v' = v / (1 - b2^n)
 
-The paper gives AdamW with weight decay 0.1 and no list of what decays. We do as the field's recipes do (GPT-2/3,
-Llama and Mamba training): the weights of `nn.Linear` and `nn.Embedding` decay, tied or not; norm gains, biases, short
-convolutions, A_log, dt_bias and D do not.
+The paper gives AdamW with weight decay 0.1 and does not list what decays. We follow GPT-2/3, Llama and Mamba: the
+weights of `nn.Linear` and `nn.Embedding` decay, tied or not; norm gains, biases, short convolutions, A_log, dt_bias and
+D do not.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from efla_lm.parallel.distributed import is_whole, local
 
 
 def decayed(model: nn.Module) -> set[str]:
-    """Names of the parameters under weight decay: matrices of linear maps and embeddings."""
+    """Names of the parameters with weight decay: matrices of linear layers and embeddings."""
     return {
         f"{prefix}.weight" if prefix else "weight"
         for prefix, module in model.named_modules()
@@ -30,16 +29,16 @@ def decayed(model: nn.Module) -> set[str]:
 
 
 def build_optimizer(model: nn.Module, *, betas: Sequence[float], eps: float, weight_decay: float) -> AdamW:
-    """AdamW with its state made at once (zeros), so that a checkpoint can be read straight into it.
+    """AdamW whose state exists at once (zeros), so that a checkpoint can be read straight into it.
 
     The learning rate is 0 until `set_learning_rate`. Parameters must be fp32 (ValueError otherwise): an optimiser on
-    bf16 weights loses every update smaller than 1/256 of the weight.
+    bf16 weights loses every change smaller than 1/256 of the weight.
     """
     decay, names = decayed(model), dict(model.named_parameters())
     wrong = [name for name, p in names.items() if p.dtype != torch.float32]
     if wrong:
         raise ValueError(f"optimiser masters must be float32: {len(wrong)} are not, the first is {wrong[0]}")
-    # sharded (DTensor) and whole (plain) parameters must not meet in one fused call
+    # one fused call takes either sharded (DTensor) or whole (plain) parameters
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in names.items():
         groups.setdefault((name in decay, is_whole(name)), []).append(parameter)
@@ -48,7 +47,7 @@ def build_optimizer(model: nn.Module, *, betas: Sequence[float], eps: float, wei
         lr=0.0,
         betas=(betas[0], betas[1]),
         eps=eps,
-        fused=True,  # one kernel, and the only form that takes the decision to skip from the device (`found_inf`)
+        fused=True,  # one kernel, and the only form that reads on the device whether to skip (`found_inf`)
     )
     for parameter in names.values():
         optimizer.state[parameter] = {
@@ -59,17 +58,16 @@ def build_optimizer(model: nn.Module, *, betas: Sequence[float], eps: float, wei
     return optimizer
 
 
-def set_learning_rate(optimizer: AdamW, lr: float) -> None:
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def squared_norm(model: nn.Module, *, replicas: int, world_size: int) -> Tensor:
-    """This rank's share of the squared gradient norm (float64 scalar, on the device): summed over all ranks it is
-    |g|^2.
+    """This rank's share of the squared gradient norm, a float64 scalar on the device. The sum over ranks is |g|^2.
 
-    replicas: how many ranks hold the same shard (the size of the `replicate` mesh dimension); whole parameters are
-    held by all `world_size` ranks.
+    replicas: how many ranks hold the same shard (the size of the mesh dimension `replicate`). All `world_size` ranks
+    hold the whole parameters.
     """
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for whole, copies in ((False, replicas), (True, world_size)):
@@ -81,13 +79,12 @@ def squared_norm(model: nn.Module, *, replicas: int, world_size: int) -> Tensor:
 
 
 def step_unless(optimizer: AdamW, skip: Tensor, norm: Tensor, max_norm: float) -> None:
-    """One AdamW step on gradients scaled by min(1, max_norm / norm), or none where `skip` (bool scalar on the device)
-    is true: then weights, moments and the count of updates stay bit for bit as they were. The host does not learn
-    which; it need not wait for the device.
+    """One AdamW step on gradients scaled by min(1, max_norm / norm), or none if `skip` (bool scalar on the device) is
+    true: weights, moments and the number of steps then keep their bits. The host does not wait for the device.
 
-    norm: of the gradients of all ranks, a scalar on the device; max_norm 0 leaves the gradients alone. They are let go.
+    norm: gradient norm of all ranks, a scalar on the device. max_norm: 0 for no clipping. The gradients are freed.
     """
-    # what torch's GradScaler hands over: the fused kernel divides by the one and does nothing where the other is set
+    # torch's GradScaler sets these two: the fused kernel divides by the first, and does nothing if the second is 1
     optimizer.grad_scale = (norm / max_norm).clamp(min=1.0).float() if max_norm > 0 else None  # type: ignore[attr-defined]
     optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
     optimizer.step()

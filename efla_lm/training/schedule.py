@@ -1,14 +1,14 @@
-r"""The learning rate as a pure function of tokens seen.
+r"""The learning rate as a pure function of the tokens seen.
 
-Let N be the number of updates and b the tokens of one, so that update i (0-based) is taken at t = i b tokens and the
-last at L = (N - 1) b. With w the length of the warm-up in tokens:
+Let N be the number of steps and b the tokens of one, so that step i (from 0) is taken at t = i b tokens and the last
+one at L = (N - 1) b. With w the length of the warm-up in tokens:
 
     lr(t) = initial + (peak - initial) t / w                             t < w
     cosine:    final + (peak - final) (1 + cos(pi x)) / 2,  x = (t - w) / (L - w)
     wsd:       peak until L - d, then a straight line to final at L,  d = decay_fraction N b, at most L - w
     constant:  peak
 
-so that lr(0) = initial, lr(w) = peak and lr(L) = final, exactly. Rates are per update.
+so that lr(0) = initial, lr(w) = peak and lr(L) = final, exactly. Rates are per step.
 """
 
 import math
@@ -17,10 +17,10 @@ from efla_lm.settings import ScheduleSettings
 
 
 def learning_rate(schedule: ScheduleSettings, tokens_seen: int, total_tokens: int, batch_tokens: int) -> float:
-    """The rate of the update that is taken when `tokens_seen` tokens lie behind, in a run of `total_tokens`.
+    """The rate of the step that is taken after `tokens_seen` tokens, in a run of `total_tokens`.
 
-    The number of processes does not enter. Past the end the final rate holds. A warm-up longer than the run is cut off
-    by its end (`describe` says so). Raises ValueError for negative tokens.
+    It does not depend on the number of processes. After the end it stays at the final rate. A warm-up longer than the
+    run ends with the run (`describe` says so). Raises ValueError for negative tokens.
     """
     if tokens_seen < 0:
         raise ValueError(f"tokens_seen: got {tokens_seen}, expected 0 or more")
@@ -43,7 +43,7 @@ def learning_rate(schedule: ScheduleSettings, tokens_seen: int, total_tokens: in
 
 
 def warmup_tokens(schedule: ScheduleSettings, batch_tokens: int) -> int:
-    """The length of the warm-up in tokens, from whichever unit it was given in."""
+    """The length of the warm-up in tokens; the settings give it in tokens or in steps."""
     if schedule.warmup_tokens is not None:
         return schedule.warmup_tokens
     if schedule.warmup_updates is not None:
@@ -52,13 +52,13 @@ def warmup_tokens(schedule: ScheduleSettings, batch_tokens: int) -> int:
 
 
 def describe(schedule: ScheduleSettings, total_tokens: int, batch_tokens: int) -> str:
-    """One line for the banner; it also says when the warm-up does not fit into the run."""
-    updates, steps = warmup_tokens(schedule, batch_tokens) / batch_tokens, total_tokens // batch_tokens
-    text = f"{schedule.kind}, {schedule.initial:g} to {schedule.peak:g} over {updates:g} updates"
+    """One line for the banner; it also says if the warm-up does not fit into the run."""
+    warmup, steps = warmup_tokens(schedule, batch_tokens) / batch_tokens, total_tokens // batch_tokens
+    text = f"{schedule.kind}, {schedule.initial:g} to {schedule.peak:g} over {warmup:g} steps"
     if schedule.final is not None:
         text += f", {schedule.final:g} at the last of {steps}"
-    if updates >= steps - 1 and updates > 0:
-        text += f" (but the warm-up fills the whole run of {steps} updates)"
+    if warmup >= steps - 1 and warmup > 0:
+        text += f" (but the warm-up fills the whole run of {steps} steps)"
     return text
 
 

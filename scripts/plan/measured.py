@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from efla_lm.errors import UserError
-from scripts.plan.cost import GPUS
+from efla_lm.parallel.gpus import GPUS
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from efla_lm.parallel.cuda_graphs import record
+
 
 class GraphedStep:
     """Calls `work()`; on a GPU the third call records it as a CUDA graph, and later calls replay the graph.
@@ -40,9 +42,5 @@ class GraphedStep:
         usual.wait_stream(self.stream)
 
     def _record(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.stream.device if self.stream else None)
-        # thread_local: autograd launches the backward pass from another thread
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            self.work()
-        return graph
+        return record(self.work, stream=self.stream)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from efla_data.atomic import write_atomically
 from efla_kernels.environment import describe_environment
 
 from efla_lm.errors import UserError
-from efla_lm.run.directory import write_atomically
 from efla_lm.settings import check_output, list_keys, to_dict
 from efla_lm.settings.compose import get
 from efla_lm.settings.fields import MISSING

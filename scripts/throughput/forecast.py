@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from efla_lm.parallel.gpus import PLANNED_GPUS
 from efla_lm.settings import compose
-from scripts.plan import cost, measured
+from scripts.plan import measured
 from scripts.plan.forecast import forecast
 from scripts.plan.settings import PlanSettings
 from scripts.throughput.points import key
@@ -31,9 +32,9 @@ def settings_of(row: Row, vocab_size: int, gpu: str) -> PlanSettings:
 def forecasts(path: Path, result: Row) -> list[Row]:
     """For each row of ours that was measured: the row, and memory (GiB), tokens/s and their source as forecast.
 
-    Empty for a device that `cost.GPUS` does not have.
+    Empty for a device that `scripts.plan` does not know.
     """
-    gpu = next((kind for kind in cost.GPUS if measured.same_gpu(str(result["gpu"]), kind)), None)
+    gpu = next((kind for kind in PLANNED_GPUS if measured.same_gpu(str(result["gpu"]), kind)), None)
     if gpu is None:
         return []
     found = []

@@ -1,11 +1,11 @@
 """flash-linear-attention's models trained as its own trainer, flame, does: the baseline of `scripts.throughput`.
 
-Each block and the rest are FSDP2 groups with bf16 weights and fp32 reduction; AdamW is fused, the loss is the fused
-linear cross-entropy, gradients are clipped to norm 1, nothing is compiled (its ops break the graph: it gets slower).
-In an update the host reads the gradient's norm, so as to skip one that is not finite, and the loss: flame's recipes
-(https://github.com/fla-org/flame, README: `--training.skip_nan_inf`, `--metrics.log_freq 1`) do both in every update.
-Without `point.peer_waits` it reads neither: what fla's model gives in a loop that never asks the device.
-Batches and learning rate are those that ours gets.
+Each block and the rest are FSDP2 groups with bf16 weights and fp32 reduction. AdamW is fused, the loss is the fused
+linear cross-entropy, gradients are clipped to norm 1. Nothing is compiled: its ops break the graph, which is slower. In
+every step the host reads the gradient norm, to skip a step that is not finite, and the loss, as flame's recipes do
+(https://github.com/fla-org/flame, README: `--training.skip_nan_inf`, `--metrics.log_freq 1`). Without
+`point.peer_waits` it reads neither: this is the speed of fla's model in a loop that never waits for the device. Batches
+and learning rates are those of ours.
 """
 
 from __future__ import annotations
@@ -17,20 +17,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from efla_lm.errors import UserError
-from efla_lm.models import flops_per_token
-from efla_lm.parallel.distributed import build_mesh, start
-from efla_lm.settings import TrainSettings
-from efla_lm.training import build, corpus, schedule
-from efla_lm.training.batch_plan import plan_budget
-from scripts.throughput.point import Point
+from efla_lm.settings import ModelSettings, TrainSettings
+from efla_lm.training.trainer import set_up
+from scripts.throughput.point import Point, Prepared
 from scripts.throughput.settings import PEERS
 
 
-def peer_config(model: str, settings: TrainSettings) -> Any:
+def peer_config(model: str, ours: ModelSettings) -> Any:
     """fla's config of `model` at the width and depth of ours. Raises UserError for a model that fla does not have."""
     import fla.models
 
-    ours = settings.model
     common = {
         "hidden_size": ours.hidden_size,
         "vocab_size": ours.vocab_size,
@@ -58,29 +54,22 @@ def peer_config(model: str, settings: TrainSettings) -> Any:
     raise UserError(f"fla has no model {model}: expected one of {', '.join(PEERS)}")
 
 
-class Peer:
-    """A model of fla with its optimiser and batches (`train_point.Subject`)."""
+class Peer(Prepared):
+    """A model of fla with its optimiser, on the batches and learning rates of ours (see `Subject`)."""
 
     def __init__(self, point: Point, settings: TrainSettings) -> None:
         if settings.train.device == "cpu" or not torch.cuda.is_available():
             raise UserError("fla needs a CUDA device")
-        world = start("cuda", settings.parallel.world_size)
+        setup = set_up(settings)
         self.waits = point.peer_waits
-        self.settings, self.device, self.world_size, self.is_main = settings, world.device, world.size, world.is_main
-        self.budget = plan_budget(settings.train, settings.data.context, world.size)
-        self.batch_tokens = self.budget.batch_tokens
-        data = corpus.open_corpus(settings.data, world)
-        self.data, _ = corpus.build_loaders(settings, self.budget, data, world)
         torch.manual_seed(settings.seed)
-        model = AutoModelForCausalLM.from_config(peer_config(point.model, settings)).float().to(world.device).train()
-        embedding = settings.model.hidden_size * (settings.model.vocab_size or 0)
-        self.parameters = sum(p.numel() for p in model.parameters()) - embedding
-        self.flops = flops_per_token(build.build_config(settings, data.first), self.budget.context)
-        mesh = build_mesh(world, settings.parallel.mode, settings.parallel.replicate, settings.parallel.shard)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        config = peer_config(point.model, settings.model)
+        model = AutoModelForCausalLM.from_config(config).float().to(setup.world.device).train()
+        super().__init__(setup, sum(p.numel() for p in model.parameters()))
+        mesh = setup.mesh
         options: dict[str, Any] = {
             "mesh": mesh["shard"] if mesh["replicate"].size() == 1 else mesh,
-            "mp_policy": policy,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
             "reshard_after_forward": mesh["shard"].size() > 1,
         }
         for block in model.model.layers if hasattr(model, "model") else model.backbone.layers:
@@ -90,31 +79,27 @@ class Peer:
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=settings.optim.weight_decay, fused=True
         )
-        self.loss = torch.zeros((), device=world.device)
+        self.loss = torch.zeros((), device=self.device)
 
     def step(self, number: int) -> None:
-        """See `train_point.Subject`."""
-        budget = self.budget
-        lr = schedule.learning_rate(
-            self.settings.schedule, number * budget.batch_tokens, budget.total_tokens, budget.batch_tokens
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        for micro in range(budget.micro_steps):
-            ids = self.data.batch(number, micro).input_ids.pin_memory().to(self.device, non_blocking=True)
-            loss = self.model(input_ids=ids, labels=ids).loss / budget.micro_steps
+        """See `Subject`."""
+        self.setup.set_learning_rate(self.optimizer, number)
+        batches = self.setup.batches(number)
+        for batch in batches:
+            ids = batch.input_ids.pin_memory().to(self.device, non_blocking=True)
+            loss = self.model(input_ids=ids, labels=ids).loss / len(batches)
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         if not self.waits or bool(norm.isfinite()):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self.loss = loss.detach() * budget.micro_steps
+        self.loss = loss.detach() * len(batches)
         if self.waits:
             self.loss.item()
 
     def settle(self) -> float:
-        """See `train_point.Subject`."""
+        """See `Subject`."""
         return float(self.loss)
 
     def close(self) -> None:
-        """See `train_point.Subject`: nothing was recorded."""
+        """See `Subject`: there is nothing to free."""

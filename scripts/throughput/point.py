@@ -2,8 +2,8 @@
 
     python -m scripts.throughput.point SPEC.json OUT.json
 
-SPEC holds a `Point`; rank 0 writes the figures to OUT. What is timed is the loop of train.py: the same parts, built by
-the same functions from the same settings, on a file of random text. Nothing is saved or validated.
+SPEC holds a `Point`; rank 0 writes the figures to OUT. It times the trainer of train.py, assembled from the same
+settings, on a file of random text. Nothing is saved or validated.
 """
 
 from __future__ import annotations
@@ -15,34 +15,30 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from efla_data.atomic import write_atomically
 
-from efla_lm.models import flops_per_token
-from efla_lm.parallel.cuda_graphs import release
-from efla_lm.parallel.distributed import build_mesh, finish, start
+from efla_lm.parallel.distributed import leaving_process_group
 from efla_lm.settings import TrainSettings, compose
-from efla_lm.training import build, corpus, schedule
-from efla_lm.training.batch_plan import plan_budget
 from efla_lm.training.meter import peak_flops, peak_memory_gib
-from efla_lm.training.optim import build_optimizer, set_learning_rate
 from efla_lm.training.profile import Tracer
-from efla_lm.training.step import Verdicts, update
+from efla_lm.training.trainer import Setup, assemble, set_up
 from scripts.throughput.settings import STARTED
 
 
 @dataclass(frozen=True)
 class Point:
-    """What is measured, and how long. `overrides` compose train.py's settings; `started` is the time of the launch."""
+    """What is measured, and how long. `overrides` compose the settings of train.py; `started` is the launch time."""
 
     model: str
     size: str
     impl: str
-    batch: int  # windows of a device
+    batch: int  # sequences of a device
     tokens: int
     gpus: int
     parallel: str
@@ -51,76 +47,69 @@ class Point:
     windows: int
     updates: int
     profile: int
-    peer_waits: bool  # fla reads norm and loss in every update (`train_peer`)
+    peer_waits: bool  # whether fla reads norm and loss in every step (`scripts.throughput.peer`)
     started: float
-    lock: str  # a file by which points on one GPU take turns; empty: nobody else is there
+    lock: str  # a file by which points on one GPU take turns; empty: this point is alone
 
 
 class Subject(Protocol):
-    """Something that trains."""
+    """A model that is trained step by step."""
 
     parameters: int  # without an untied embedding table
-    flops: float  # per token, the mixer's included
+    flops: float  # per token, those of the mixer included
     batch_tokens: int
     device: torch.device
     world_size: int
     is_main: bool
 
     def step(self, number: int) -> None:
-        """Queue update `number` (from 0)."""
+        """Queue step `number` (from 0)."""
 
     def settle(self) -> float:
-        """Wait for all updates; the loss of the last one."""
+        """Wait for all steps; return the loss of the last one."""
 
     def close(self) -> None:
-        """Let go of what must be gone before the process group is."""
+        """Free what must be gone before the process group ends."""
 
 
-class Ours:
-    """The parts of train.py, from the settings on."""
+class Prepared:
+    """What both subjects have in common: the processes, batches, learning rate and figures of a `Setup`."""
+
+    def __init__(self, setup: Setup, parameters: int) -> None:
+        self.setup = setup
+        config = setup.config
+        embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+        self.parameters = parameters - embedding
+        self.flops, self.batch_tokens = setup.flops_per_token, setup.plan.batch_tokens
+        self.device, self.world_size, self.is_main = setup.world.device, setup.world.size, setup.world.is_main
+
+
+class Ours(Prepared):
+    """The trainer of train.py."""
 
     def __init__(self, settings: TrainSettings) -> None:
-        self.settings = settings
-        self.world = world = start(settings.train.device, settings.parallel.world_size)
-        self.budget = plan_budget(settings.train, settings.data.context, world.size)
-        mesh = build_mesh(world, settings.parallel.mode, settings.parallel.replicate, settings.parallel.shard)
-        data = corpus.open_corpus(settings.data, world)
-        config = build.build_config(settings, data.first)
-        build.backend_in_use(config, world.device)
-        self.data, _ = corpus.build_loaders(settings, self.budget, data, world)
-        self.model = build.build_model(settings, config, world, mesh)
-        self.optimizer = build_optimizer(self.model, **asdict(settings.optim))
-        self.verdicts = Verdicts(settings.train.max_skipped_steps)
-        self.replicas, self.passes = mesh["replicate"].size(), build.build_passes(settings, world)
-        embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-        self.parameters = sum(p.numel() for p in self.model.parameters()) - embedding
-        self.flops = flops_per_token(config, self.budget.context)
-        self.batch_tokens, self.device = self.budget.batch_tokens, world.device
-        self.world_size, self.is_main = world.size, world.is_main
+        setup = set_up(settings)
+        self.trainer = assemble(settings, setup)
+        super().__init__(setup, sum(p.numel() for p in self.trainer.model.parameters()))
 
     def step(self, number: int) -> None:
-        budget = self.budget
-        tokens = number * budget.batch_tokens
-        lr = schedule.learning_rate(self.settings.schedule, tokens, budget.total_tokens, budget.batch_tokens)
-        set_learning_rate(self.optimizer, lr)
-        batches = [self.data.batch(number, micro) for micro in range(budget.micro_steps)]
-        verdict = update(
-            self.model, self.optimizer, batches, self.world,
-            replicas=self.replicas, clip_norm=self.settings.train.clip_norm, stop=False, passes=self.passes,
-        )  # fmt: skip
-        self.verdicts.add(number + 1, verdict)
+        """See `Subject`."""
+        self.trainer.set_learning_rate(number)
+        self.trainer.step(number, self.setup.batches(number))
 
     def settle(self) -> float:
-        return self.verdicts.settle().loss
+        """See `Subject`."""
+        return self.trainer.results.settle().loss
 
     def close(self) -> None:
-        release(self.passes)
+        """See `Subject`."""
+        self.trainer.close()
 
 
 def measure(subject: Subject, point: Point) -> dict[str, Any]:
-    """Warm up, then time `windows` times `updates` updates; the columns of a row (module `train_speed`)."""
+    """Warm up, then time `windows` spans of `updates` steps; columns of a row (`scripts.throughput.speed`)."""
     begin = time.time()
-    built = begin - point.started  # of the start-up: imports, devices, data, initial weights
+    built = begin - point.started  # the start-up: imports, devices, data, initial weights
     with turn(point.lock, alone=False) as compiling:
         subject.step(0)
         subject.settle()
@@ -136,20 +125,20 @@ def measure(subject: Subject, point: Point) -> dict[str, Any]:
 
 @contextmanager
 def turn(lock: str, alone: bool) -> Iterator[float]:
-    """Hold the file `lock`, alone or among others that are not alone either, and say how many seconds one waited."""
+    """Hold the file `lock`, exclusively or shared, and yield how many seconds the wait for it took."""
     with ExitStack() as stack:
         begin = time.time()
         if lock:
             file = stack.enter_context(open(lock, "w", encoding="utf-8"))
             fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # closing leaves it to processes forked meanwhile
+            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process forked meanwhile keeps the file open
         yield time.time() - begin
 
 
 def clocked(subject: Subject, point: Point) -> dict[str, Any]:
-    """The columns that are measured after `warmup` updates."""
+    """The columns that are measured after `warmup` steps."""
     number, marks = point.warmup, []
-    for window in range(point.windows + 1):  # the first update finds an idle device and is not counted
+    for window in range(point.windows + 1):  # the first step finds an idle device and does not count
         for _ in range(point.updates if window else 1):
             subject.step(number)
             number += 1
@@ -162,9 +151,9 @@ def clocked(subject: Subject, point: Point) -> dict[str, Any]:
         tracer.start()
         for extra in range(point.profile):
             subject.step(number + extra)
-        found = tracer.stop(point.profile)
-        where = {"where": found.row(), "kernels": found.top}
-        print(found.text(), flush=True)
+        breakdown = tracer.stop(point.profile)
+        where = {"where": breakdown.row(), "kernels": breakdown.top}
+        print(breakdown.text(), flush=True)
     rate, peak = statistics.median(rates), peak_flops(subject.device)
     spread = statistics.quantiles(rates, n=4) if len(rates) > 1 else rates * 3
     of_peak = None if peak is None else rate / (peak * subject.world_size)
@@ -184,7 +173,7 @@ def clocked(subject: Subject, point: Point) -> dict[str, Any]:
 
 
 def mark(subject: Subject) -> torch.cuda.Event | float:
-    """A time stamp behind all that is queued. On a GPU the device takes it, and nobody waits, as in training."""
+    """A time stamp after everything that is queued. A GPU takes it itself, so that the host does not wait."""
     if subject.device.type == "cuda":
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -194,7 +183,7 @@ def mark(subject: Subject) -> torch.cuda.Event | float:
 
 
 def seconds(first: torch.cuda.Event | float, second: torch.cuda.Event | float) -> float:
-    """Between two marks that have been reached."""
+    """Seconds between two marks that the device has reached."""
     if isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event):
         return 1e-3 * first.elapsed_time(second)
     assert isinstance(first, float) and isinstance(second, float)
@@ -205,20 +194,18 @@ def main(spec: Path, out: Path) -> None:
     """Measure the point of `spec`."""
     point = Point(**json.loads(spec.read_text(encoding="utf-8")))
     settings = compose("train", point.overrides, TrainSettings)
-    subject: Subject
-    if point.impl == "efla_lm":
-        subject = Ours(settings)
-    else:
-        from scripts.throughput.peer import Peer
+    with leaving_process_group():
+        subject: Subject
+        if point.impl == "efla_lm":
+            subject = Ours(settings)
+        else:
+            from scripts.throughput.peer import Peer
 
-        subject = Peer(point, settings)
-    with closing(subject):
-        figures = measure(subject, point)
-    if subject.is_main:
-        partial = out.with_suffix(".tmp")
-        partial.write_text(json.dumps(figures), encoding="utf-8")
-        partial.rename(out)
-    finish()
+            subject = Peer(point, settings)
+        with closing(subject):
+            figures = measure(subject, point)
+        if subject.is_main:
+            write_atomically(out, json.dumps(figures))
 
 
 if __name__ == "__main__":

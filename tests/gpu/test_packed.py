@@ -12,7 +12,7 @@ from efla_data.loader.packed import PackedSequences
 from efla_data.loader.token_file import TokenFile
 
 from efla_lm.parallel import distributed
-from efla_lm.training.step import Verdicts, update
+from efla_lm.training.step import StepResults, train_step
 from tests.training.corpus import write_corpus
 from tests.training.launch import MODELS, metrics, run_here
 from tests.training.parts import adamw, sharded
@@ -60,11 +60,11 @@ def test_no_wait_between_updates(corpus: Path, world: distributed.World, mixer: 
     """The boundaries of documents are checked and used without the host asking for them."""
     windows = PackedSequences(TokenFile.open(corpus), 128)
     loader, model = TrainLoader(windows, 4, 2, seed=1), sharded(world, "bf16", mixer=mixer)
-    optimizer, verdicts = adamw(model), Verdicts(max_skipped=3)
+    optimizer, results = adamw(model), StepResults(max_skipped=3)
 
     def step(number: int) -> None:
         batches = [loader.batch(number, micro) for micro in range(2)]
-        verdicts.add(number, update(model, optimizer, batches, world, replicas=1, clip_norm=1.0, stop=False))
+        results.add(number, train_step(model, optimizer, batches, world, replicas=1, clip_norm=1.0, stop=False))
 
     for number in range(3):
         step(number)
@@ -72,4 +72,4 @@ def test_no_wait_between_updates(corpus: Path, world: distributed.World, mixer: 
     torch.cuda.set_sync_debug_mode("error")
     step(3)
     torch.cuda.set_sync_debug_mode("default")
-    assert verdicts.settle().step == 3 and verdicts.skipped == 0
+    assert results.settle().step == 3 and results.skipped == 0

@@ -11,11 +11,11 @@ import torch
 
 from efla_lm.models import EflaForCausalLM, initialise
 from efla_lm.parallel import distributed
-from efla_lm.parallel.activation_checkpointing import keeping
-from efla_lm.parallel.cuda_graphs import GraphedPasses, run_eagerly
+from efla_lm.parallel.activation_checkpointing import checkpointed
+from efla_lm.parallel.cuda_graphs import ForwardBackward, GraphedForwardBackward, eager_forward_backward
 from efla_lm.run.checkpoint import read_tensors
 from efla_lm.training.optim import set_learning_rate
-from efla_lm.training.step import Passes, Verdicts, update
+from efla_lm.training.step import StepResults, train_step
 from tests.training.corpus import write_corpus
 from tests.training.launch import MODELS, assert_same_weights, metrics, run_here
 from tests.training.parts import adamw, cut, not_finite_at, ragged_batch, sharded, tiny_config
@@ -49,7 +49,7 @@ def held_whole(kind: str = "none", **fields: Any) -> EflaForCausalLM:
     with torch.device("meta"):
         model = EflaForCausalLM(tiny_config(**fields))
     for block in model.model.layers:
-        block.forward = torch.compile(keeping(block.forward, kind), fullgraph=True)
+        block.forward = torch.compile(checkpointed(block.forward, kind), fullgraph=True)
     distributed.hold_whole(model, "bf16")
     model.to_empty(device="cuda")
     initialise(model, 0)
@@ -61,7 +61,7 @@ def held_whole(kind: str = "none", **fields: Any) -> EflaForCausalLM:
 def test_graphs_compute_what_launches_do(world: distributed.World, mixer: str, kind: str) -> None:
     """Six updates of two micro-batches, another learning rate each, one of them not finite: equal within bf16 noise."""
 
-    def trained(passes: Passes) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def trained(passes: ForwardBackward) -> tuple[torch.Tensor, list[torch.Tensor]]:
         model = held_whole(kind, mixer=mixer)
         optimizer, rows = adamw(model), []
         for number in range(6):
@@ -71,13 +71,14 @@ def test_graphs_compute_what_launches_do(world: distributed.World, mixer: str, k
             if number == 3:
                 head.data[0, 0] = float("nan")
             batches = cut(ragged_batch(seed=number), 4)
-            rows.append(update(model, optimizer, batches, world, replicas=1, clip_norm=0.5, stop=False, passes=passes))
+            options: Any = {"replicas": 1, "clip_norm": 0.5, "stop": False, "forward_backward": passes}
+            rows.append(train_step(model, optimizer, batches, world, **options))
             if number == 3:
                 head.data.copy_(kept)
         return torch.stack(rows), [p.detach() for p in model.parameters()]
 
-    eager, weights = trained(run_eagerly)
-    graphed, ours = trained(GraphedPasses())
+    eager, weights = trained(eager_forward_backward)
+    graphed, ours = trained(GraphedForwardBackward())
     assert eager[:, 2].tolist() == graphed[:, 2].tolist() == [0, 0, 0, 1, 0, 0]
     finite = eager[:, 2] == 0
     assert torch.allclose(eager[finite], graphed[finite], rtol=5e-3), (eager, graphed)
@@ -88,14 +89,15 @@ def test_graphs_compute_what_launches_do(world: distributed.World, mixer: str, k
 @pytest.mark.parametrize("how", ["sharded", "whole", "graphs"])
 @pytest.mark.parametrize("mixer", ["efla", "gated_efla", "mamba2", "attention"])
 def test_no_wait_between_updates(world: distributed.World, mixer: str, how: str) -> None:
-    """An update and the handling of its verdict make no call that waits for the device."""
+    """An update and the handling of its result make no call that waits for the device."""
     model = sharded(world, "bf16", mixer=mixer) if how == "sharded" else held_whole(mixer=mixer)
-    optimizer, verdicts = adamw(model), Verdicts(max_skipped=3)
-    batches, passes = cut(ragged_batch(), 4), GraphedPasses() if how == "graphs" else run_eagerly
+    optimizer, results = adamw(model), StepResults(max_skipped=3)
+    batches, passes = cut(ragged_batch(), 4), GraphedForwardBackward() if how == "graphs" else eager_forward_backward
 
     def step(number: int) -> None:
-        verdict = update(model, optimizer, batches, world, replicas=1, clip_norm=1.0, stop=False, passes=passes)
-        verdicts.add(number, verdict)
+        options: Any = {"replicas": 1, "clip_norm": 1.0, "stop": False, "forward_backward": passes}
+        result = train_step(model, optimizer, batches, world, **options)
+        results.add(number, result)
 
     for number in range(3):  # allocations, kernel choices, FSDP's lazy start and recording may wait
         step(number)
@@ -103,23 +105,23 @@ def test_no_wait_between_updates(world: distributed.World, mixer: str, how: str)
     torch.cuda.set_sync_debug_mode("error")
     step(3)
     torch.cuda.set_sync_debug_mode("default")
-    assert verdicts.last is not None and verdicts.last.step == 2  # the newest is still in flight
-    assert verdicts.settle().step == 3
-    assert verdicts.last.loss < 4.2 and verdicts.skipped == 0
+    assert results.last is not None and results.last.step == 2  # the newest is still in flight
+    assert results.settle().step == 3
+    assert results.last.loss < 4.2 and results.skipped == 0
 
 
 def test_non_finite_step_on_the_device(world: distributed.World) -> None:
     model = sharded(world, "bf16")
-    optimizer, verdicts = adamw(model), Verdicts(max_skipped=3)
+    optimizer, results = adamw(model), StepResults(max_skipped=3)
     poisoned = not_finite_at(1)
     for number in range(3):
         before = [distributed.local(p.detach()).clone() for p in model.parameters()]
-        verdict = poisoned(model, optimizer, [ragged_batch()], world, replicas=1, clip_norm=1.0, stop=False)
-        verdicts.add(number, verdict)
+        result = poisoned(model, optimizer, [ragged_batch()], world, replicas=1, clip_norm=1.0, stop=False)
+        results.add(number, result)
         after = [distributed.local(p.detach()) for p in model.parameters()]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == (number == 1)
-    verdicts.settle()
-    assert verdicts.skipped == 1
+    results.settle()
+    assert results.skipped == 1
     assert all(state["step"].item() == 2 for state in optimizer.state.values())
 
 

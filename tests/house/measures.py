@@ -30,7 +30,7 @@ def measure(tree: Path) -> dict[str, object]:
     counts = read_graph(tree)["counts"]
     folders = defaultdict(list)
     for path in files:
-        if path.name != "__init__.py":
+        if not path.name.startswith("__"):  # __init__ and __main__ have no other name
             folders[path.name].append(path.parent.relative_to(tree).as_posix())
     same = {name: places for name, places in sorted(folders.items()) if len(places) > 1}
     readmes = {

@@ -10,7 +10,7 @@ from efla_kernels.selftest.run import poisoned_memory
 from torch import Tensor
 
 from efla_lm.models.layers import SwiGLU
-from efla_lm.parallel.activation_checkpointing import keeping
+from efla_lm.parallel.activation_checkpointing import checkpointed
 from tests.kernels.test_swiglu import SHAPES, case, factors, truth
 
 
@@ -70,7 +70,7 @@ def test_checkpointed(compiled: bool, kind: str) -> None:
     def block(hidden: Tensor) -> Tensor:
         return hidden + layer(hidden)
 
-    kept = keeping(block, kind)
+    kept = checkpointed(block, kind)
     results = []
     for forward in (torch.compile(kept, fullgraph=True) if compiled else kept, block):
         leaf = x.clone().requires_grad_()

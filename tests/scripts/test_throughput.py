@@ -154,7 +154,7 @@ def test_without_a_gpu_nothing_is_started_unasked(
 
 def test_a_size_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("sizes=[340]") == 1
-    assert "sizes=['340']: expected a list from 1b3, 340m, tiny" in capsys.readouterr().err
+    assert "sizes=['340']: expected a list from 1b3, 340m, 50m, tiny" in capsys.readouterr().err
 
 
 def test_a_point_that_takes_too_long_is_given_up(tmp_path: Path) -> None:

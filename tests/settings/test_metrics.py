@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,30 @@ def test_offline_tracker_keeps_its_id_over_two_resumes(tmp_path):
     assert note["parts"] == sorted(parts)
     assert "3 offline part(s)" in done.stdout and f"wandb sync --id {note['id']}" in done.stdout
     assert steps_in(run) == list(range(1, 11))
+
+
+def test_tracker_plots_over_our_own_step(tmp_path, monkeypatch):
+    """wandb ignores values of a step of its own that goes back, as it does after a resume from an older checkpoint."""
+    calls = []
+
+    class Tracked:
+        def define_metric(self, name, **options):
+            calls.append(("define", name, options))
+
+        def log(self, row, **options):
+            calls.append(("log", row, options))
+
+        def finish(self):
+            pass
+
+    fake = types.SimpleNamespace(init=lambda **_: Tracked(), Settings=dict, errors=types.SimpleNamespace(Error=OSError))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for first, resumed in ((1, 0), (2, 1)):
+        write(tmp_path, range(first, 4), resumed_step=resumed, logger=LoggerSettings(wandb=True))
+    launch = [("define", "step", {}), ("define", "*", {"step_metric": "step"})]
+    assert [call for call in calls if call[0] == "define"] == launch * 2
+    logged = [call for call in calls if call[0] == "log"]
+    assert [row["step"] for _, row, _ in logged] == [1, 2, 3, 2, 3] and all(options == {} for *_, options in logged)
 
 
 def test_unreadable_tracker_id_is_named(tmp_path):

@@ -57,6 +57,34 @@ def test_eta_follows_the_present_speed(monkeypatch):
     assert progress.eta() == "1:01:01"
 
 
+def test_eta_does_not_count_the_start_up(monkeypatch):
+    """A launch that resumes at step 100: two slow steps, then one a second; 896 of 1000 are left after the fourth."""
+    clock = iter([0.0, 500.0, 501.0, 502.0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    progress = Progress(1000, start_step=100, stream=io.StringIO())
+    etas = []
+    for step in range(101, 105):
+        progress.update(step, loss=1.0, lr=1.0, tokens_per_second=None)
+        etas.append(progress.eta())
+    assert etas[0] == "?" and etas[2:] == ["0:14:57", "0:14:56"]
+
+
+def test_speed_that_is_not_known_yet():
+    stream = io.StringIO()
+    Progress(9, stream=stream).update(1, loss=1.0, lr=1.0, tokens_per_second=None)
+    assert stream.getvalue() == "step 1/9  loss 1.0000  lr 1.00e+00  ? tokens/s  ETA ?\n"
+
+
+def test_no_validation_loss():
+    stream = io.StringIO()
+    progress = Progress(9, stream=stream)
+    progress.measured(1, {"val_loss": None})
+    progress.measured(2, {"eval/sciq/acc": 0.5})
+    assert stream.getvalue() == (
+        "step 1/9  no validation loss: the held-out data have no targets\nstep 2/9  evaluation: sciq/acc 0.5\n"
+    )
+
+
 def test_unbounded_validation_loss():
     stream = io.StringIO()
     Progress(1, stream=stream).validated(1, 800.0)

@@ -10,9 +10,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from efla_data.atomic import write_atomically
 
 from efla_lm.errors import UserError
-from efla_lm.run.directory import DirectoryLock, locked, open_run, write_atomically
+from efla_lm.run.directory import DirectoryLock, locked, open_run
 from efla_lm.settings import TrainSettings, compose, load_settings
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}

@@ -75,7 +75,7 @@ def test_bounds(steps, warmup, batch, kind):
 
 def test_words_say_when_the_warmup_does_not_fit():
     assert "fills" not in describe(COSINE, 40 * 64, 64)
-    assert "fills the whole run of 8 updates" in describe(COSINE, 8 * 64, 64)
+    assert "fills the whole run of 8 steps" in describe(COSINE, 8 * 64, 64)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_every_key_of_a_size_is_referred_to():
 def fake_tracker(monkeypatch):
     """A tracker that takes anything: what counts here is which settings reach it."""
     calls = {}
-    run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+    run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None, define_metric=lambda *_, **__: None)
     module = SimpleNamespace(
         init=lambda **arguments: calls.update(arguments) or run,
         Settings=lambda **_: None,

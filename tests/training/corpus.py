@@ -13,10 +13,16 @@ from tokenizers.pre_tokenizers import Whitespace
 VOCAB, EOS = 61, 0
 
 
-def write_corpus(folder: Path, tokens: int = 1024, heldout: int = 250, seed: int = 0) -> Path:
-    """Token files of about `tokens` training and `heldout` held-out ids, with a word-level tokenizer beside them."""
+def write_corpus(
+    folder: Path, tokens: int = 1024, heldout: int = 250, seed: int = 0, documents: list[list[int]] | None = None
+) -> Path:
+    """Token files of about `tokens` training and `heldout` held-out ids, with a word-level tokenizer beside them.
+
+    documents: to be used for both instead of random ones.
+    """
     rng = np.random.default_rng(seed)
-    write_token_files(folder, {"train": _documents(rng, tokens), "heldout": _documents(rng, heldout)}, VOCAB, EOS)
+    splits = {"train": documents or _documents(rng, tokens), "heldout": documents or _documents(rng, heldout)}
+    write_token_files(folder, splits, VOCAB, EOS)
     (folder / "tokenizer").mkdir()
     words = {f"w{i}": i for i in range(VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w1"))

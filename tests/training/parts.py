@@ -14,7 +14,7 @@ from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
 from efla_lm.parallel import distributed
 from efla_lm.parallel.overlap import sum_in_backward
 from efla_lm.training import optim
-from efla_lm.training.step import update
+from efla_lm.training.step import train_step
 
 
 def tiny_config(**fields: Any) -> EflaConfig:
@@ -64,15 +64,15 @@ def cut(batch: Batch, size: int) -> list[Batch]:
 
 
 def not_finite_at(*calls: int) -> Callable[..., torch.Tensor]:
-    """`update` as it is, but with NaN in the loss of the given calls (0-based)."""
+    """`train_step` as it is, but with NaN in the loss of the given calls (0-based)."""
     count = itertools.count()
 
     def poisoned(model, optimizer, batches, *args, **kwargs):  # type: ignore[no-untyped-def]
         if next(count) not in calls:
-            return update(model, optimizer, batches, *args, **kwargs)
+            return train_step(model, optimizer, batches, *args, **kwargs)
         plain, model.forward = model.forward, lambda **inputs: spoil(plain(**inputs))
         try:
-            return update(model, optimizer, batches, *args, **kwargs)
+            return train_step(model, optimizer, batches, *args, **kwargs)
         finally:
             model.forward = plain
 

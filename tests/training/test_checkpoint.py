@@ -101,7 +101,7 @@ def test_damaged_newest_is_passed_over(runs: Path, corpus: Path, damage: str, ca
     before = weights(runs, "run", 4)
     assert run_here(corpus, runs, "name=run", "train.steps=6") == 0
     out = capsys.readouterr().out
-    assert "passing over a damaged checkpoint" in out and "step-6" in out and "update 4 from" in out
+    assert "passing over a damaged checkpoint" in out and "step-6" in out and "step 4 from" in out
     assert fault_in(newest) is None  # written anew
     assert_same_weights(weights(runs, "run", 4), before)
 
@@ -133,7 +133,7 @@ def test_damage_that_leaves_the_sizes_is_passed_over(runs: Path, corpus: Path, w
     capsys.readouterr()
     assert run_here(corpus, runs, "name=run", "train.steps=6") == 0
     out = capsys.readouterr().out
-    assert out.count("passing over a damaged checkpoint") == 1 and "update 4 from" in out
+    assert out.count("passing over a damaged checkpoint") == 1 and "step 4 from" in out
     assert damage_in(newest) is None  # written anew
     assert_same_weights(weights(runs, "run", 6), before)
 

@@ -14,7 +14,7 @@ from efla_data.loader.sequences import StreamSequences
 from efla_data.loader.token_file import TokenFile
 
 from efla_lm.models import EflaForCausalLM, initialise
-from efla_lm.training.corpus import describe
+from efla_lm.training.data import describe_packing
 from tests.training.corpus import EOS, VOCAB, write_corpus
 from tests.training.launch import (
     MODELS,
@@ -147,6 +147,6 @@ def test_settings_that_contradict_each_other(folders: list[Path], capsys: pytest
 
 def test_banner_tells_how_full_the_windows_are(folders: list[Path]) -> None:
     files = [TokenFile.open(folder) for folder in folders[:2]]
-    assert describe(StreamSequences(files[0], 16)) == ""
-    text = describe(MixedSequences([PackedSequences(file, 16, 2) for file in files], [1, 1]))
+    assert describe_packing(StreamSequences(files[0], 16)) == ""
+    text = describe_packing(MixedSequences([PackedSequences(file, 16, 2) for file in files], [1, 1]))
     assert "whole documents" in text and "% of positions filled, at most 2 per sequence" in text

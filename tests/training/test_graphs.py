@@ -15,12 +15,12 @@ from torch import Tensor
 from efla_lm.errors import UserError
 from efla_lm.models import EflaForCausalLM, initialise
 from efla_lm.parallel import distributed
-from efla_lm.parallel.activation_checkpointing import keeping
-from efla_lm.parallel.cuda_graphs import GraphedPasses, run_eagerly
+from efla_lm.parallel.activation_checkpointing import checkpointed
+from efla_lm.parallel.cuda_graphs import GraphedForwardBackward, eager_forward_backward
 from efla_lm.settings import TrainSettings, compose
-from efla_lm.training import build
+from efla_lm.training.model import plan_execution
 from efla_lm.training.optim import set_learning_rate
-from efla_lm.training.step import update
+from efla_lm.training.step import train_step
 from tests.training.parts import adamw, cut, ragged_batch, tiny_config
 
 
@@ -36,11 +36,11 @@ def whole(precision: str = "fp32", kind: str = "none", **fields: Any) -> EflaFor
     initialise(model, 0)
     distributed.hold_whole(model, precision)
     for block in model.model.layers:
-        block.forward = keeping(block.forward, kind)
+        block.forward = checkpointed(block.forward, kind)
     return model.train()
 
 
-class StandIn(GraphedPasses):
+class StandIn(GraphedForwardBackward):
     """Recording runs the work for what it allocates and takes back what it computed; a replay computes in place."""
 
     def __init__(self, model: EflaForCausalLM) -> None:
@@ -66,35 +66,34 @@ class StandIn(GraphedPasses):
 
 
 def trained(world: distributed.World, passes: Callable[[EflaForCausalLM], Any], micro: int, **fields: Any) -> Any:
-    """Five updates with another rate each, the third not finite; returns verdicts and weights."""
+    """Five steps with another rate each, the third not finite; returns results and weights."""
     model = whole(**fields)
-    run, optimizer, verdicts = passes(model), adamw(model), []
+    run, optimizer, results = passes(model), adamw(model), []
     for step in range(5):
         set_learning_rate(optimizer, 1e-2 / (1 + step))
         batches, head = cut(ragged_batch(seed=step), micro), model.lm_head.weight
         kept = head.detach().clone()
         if step == 2:
             head.data[0, 0] = float("nan")
-        verdicts.append(
-            update(model, optimizer, batches, world, replicas=1, clip_norm=0.5, stop=False, passes=run).tolist()
-        )
+        options: Any = {"replicas": 1, "clip_norm": 0.5, "stop": False, "forward_backward": run}
+        results.append(train_step(model, optimizer, batches, world, **options).tolist())
         if step == 2:
             head.data.copy_(kept)
-    return verdicts, [p.detach().clone() for p in model.parameters()], run
+    return results, [p.detach().clone() for p in model.parameters()], run
 
 
 @pytest.mark.parametrize("micro", [8, 4, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_graphs_compute_what_eager_passes_do(world: distributed.World, micro: int, precision: str) -> None:
     """With accumulation, another learning rate each step, clipping, and a step that is not taken: bit for bit."""
-    expected, weights, _ = trained(world, lambda model: run_eagerly, micro, precision=precision)
+    expected, weights, _ = trained(world, lambda model: eager_forward_backward, micro, precision=precision)
     got, ours, run = trained(world, StandIn, micro, precision=precision)
     assert [v[2] for v in got] == [0, 0, 1, 0, 0]
     for mine, theirs in zip(got, expected, strict=True):
         assert mine == theirs or (mine[2] == theirs[2] == 1)
     assert all(torch.equal(a, b) for a, b in zip(ours, weights, strict=True))
     steps = 8 // micro
-    assert run.recorded == min(steps, 2) and run.replayed == 4 * steps  # the first update is eager
+    assert run.recorded == min(steps, 2) and run.replayed == 4 * steps  # the first step is eager
 
 
 def test_gradients_stay_where_they_were_recorded(world: distributed.World) -> None:
@@ -126,12 +125,13 @@ def test_another_shape_is_refused(world: distributed.World) -> None:
 
 
 def test_switch_of_graphs(world: distributed.World) -> None:
-    def passes(*overrides: str) -> Any:
-        return build.build_passes(compose("train", list(overrides), TrainSettings), world)
+    def graphs(*overrides: str) -> bool:
+        settings = compose("train", list(overrides), TrainSettings)
+        return plan_execution(settings.train, settings.parallel, "stream", tiny_config(), world).cuda_graphs
 
-    assert passes() is run_eagerly and passes("train.cuda_graphs=off") is run_eagerly
+    assert not graphs() and not graphs("train.cuda_graphs=off")
     with pytest.raises(UserError, match=r"train\.cuda_graphs=on needs CUDA devices, and one process or parallel=ddp"):
-        passes("train.cuda_graphs=on")
+        graphs("train.cuda_graphs=on")
 
 
 @pytest.mark.parametrize("mixer", ["efla", "mamba2", "attention"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from efla_kernels.backends import GPU_BACKENDS
 
 from efla_lm.errors import UserError
@@ -78,6 +80,20 @@ def test_world_of_one() -> None:
             start("cpu", world_size=2)
     finally:
         distributed.finish()
+
+
+@pytest.mark.parametrize(("backend", "failed"), [("nccl", True), ("nccl", False), ("gloo", True), ("gloo", False)])
+def test_end_of_the_process_group(backend: str, failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error NCCL's communicators are aborted, which waits for no peer, and torch does not warn at exit."""
+    calls: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: calls.append("abort"))
+    with contextlib.suppress(UserError), distributed.leaving_process_group():
+        if failed:
+            raise UserError("a mistake")
+    assert calls == ([] if failed and backend == "gloo" else ["abort" if failed else "destroy"])
 
 
 @pytest.mark.parametrize(

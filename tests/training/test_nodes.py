@@ -27,7 +27,8 @@ def environment(**more: str) -> dict[str, str]:
     """What SLURM would set, and the interpreter of this test as `python`."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "ACCELERATE_", "MASTER_"))}
     path = os.pathsep.join([str(Path(sys.executable).parent), clean.get("PATH", "")])
-    return {**clean, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PROCESSES": "1",
+    ours = os.pathsep.join([str(ROOT), *filter(None, [clean.get("PYTHONPATH")])])
+    return {**clean, "PATH": path, "PYTHONPATH": ours, "OMP_NUM_THREADS": "1", "PROCESSES": "1",
             "HEAD_NODE": "localhost", "SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2", **more}  # fmt: skip
 
 

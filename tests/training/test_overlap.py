@@ -12,9 +12,9 @@ from torch import Tensor
 
 from efla_lm.models import EflaForCausalLM, initialise
 from efla_lm.parallel import distributed
-from efla_lm.parallel.cuda_graphs import release, run_eagerly
+from efla_lm.parallel.cuda_graphs import eager_forward_backward, release
 from efla_lm.parallel.overlap import GradientSums, sum_in_backward, sums_of
-from efla_lm.training.step import update
+from efla_lm.training.step import train_step
 from tests.training.parts import adamw, cut, ragged_batch, tiny_config
 from tests.training.test_graphs import StandIn
 
@@ -62,8 +62,8 @@ def test_blocks_are_summed_while_the_pass_goes_on(
     model = summing(tie_word_embeddings=tied)
     sums, calls, count = sums_of(model), recorded(monkeypatch, model), len(list(model.parameters()))
     assert sums is not None
-    sums.wanted = True
-    run_eagerly(model, inputs(), VALID, True)
+    sums.active = True
+    eager_forward_backward(model, inputs(), VALID, True)
     names = [name for name, _ in calls]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     blocks = [int(name.split(".")[2]) for name in names if ".layers." in name]
@@ -80,13 +80,13 @@ def test_before_the_last_micro_batch_nothing_is_summed(
     model = summing()
     calls = recorded(monkeypatch, model)
     batches = cut(ragged_batch(), 2)
-    update(model, adamw(model), batches, world, replicas=1, clip_norm=1.0, stop=False)
+    train_step(model, adamw(model), batches, world, replicas=1, clip_norm=1.0, stop=False)
     assert len(calls) == len(list(model.parameters()))
     calls.clear()
     sums = sums_of(model)
     assert sums is not None
-    sums.wanted = False
-    run_eagerly(model, inputs(), VALID, True)
+    sums.active = False
+    eager_forward_backward(model, inputs(), VALID, True)
     assert calls == []
 
 
@@ -103,7 +103,7 @@ def test_parameters_without_a_gradient_hold_nobody_up(
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     for _ in range(2):
-        sums.wanted = True
+        sums.active = True
         (a.sum() + 2 * b.sum()).backward()
         assert order == []
         sums.finish()
@@ -115,18 +115,16 @@ def test_parameters_without_a_gradient_hold_nobody_up(
 def test_graphs_hold_the_sums_of_the_last_micro_batch(
     world: distributed.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two graphs of an update in two parts; the sums are recorded in the second, and the numbers are the eager ones."""
+    """Two graphs of a step in two parts; the sums are recorded in the second, and the numbers are the eager ones."""
 
     def trained(graphs: bool) -> tuple[list[list[float]], Any]:
         model = summing()
-        passes, optimizer, verdicts = StandIn(model) if graphs else run_eagerly, adamw(model), []
+        passes, optimizer, results = StandIn(model) if graphs else eager_forward_backward, adamw(model), []
         for number in range(4):
             batches = cut(ragged_batch(seed=number), 4)
-            verdict = update(
-                model, optimizer, batches, world, replicas=1, clip_norm=1.0, stop=False, passes=passes
-            ).tolist()
-            verdicts.append(verdict)
-        return verdicts, passes
+            options: Any = {"replicas": 1, "clip_norm": 1.0, "stop": False, "forward_backward": passes}
+            results.append(train_step(model, optimizer, batches, world, **options).tolist())
+        return results, passes
 
     expected, _ = trained(graphs=False)
     got, passes = trained(graphs=True)

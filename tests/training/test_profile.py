@@ -56,14 +56,14 @@ def test_run_is_traced(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         v for k, v in table.items() if k not in ("span", "busy", "idle", "exposed communication", "kernels", "top")
     )
     assert total <= 1.05 * table["span"]  # self times of one thread
-    assert "ms per update" in (folder / "table.txt").read_text()
+    assert "ms per step" in (folder / "table.txt").read_text()
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
-    assert "ms per update" in capsys.readouterr().out
+    assert "ms per step" in capsys.readouterr().out
     assert run_here(corpus, tmp_path, "name=plain", "train.steps=13") == 0
     assert metrics(tmp_path, "traced") == metrics(tmp_path, "plain")
 
 
 def test_run_too_short_to_be_traced(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here(corpus, tmp_path, "name=short", "train.steps=11", "profile=2") == 0
-    assert "profile=2: nothing written, it traces updates 11 to 12" in capsys.readouterr().out
+    assert "profile=2: nothing written, it traces steps 11 to 12" in capsys.readouterr().out
     assert not (tmp_path / "short" / "profile").exists()

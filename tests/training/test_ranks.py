@@ -68,7 +68,7 @@ def single(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch_all(
     processes: int, corpus: Path, runs: Path, plan: dict[str, tuple[tuple[str, ...], list[Any] | None]]
 ) -> dict[str, list[int]]:
-    """Run launches by name (settings, trouble); returns the exit codes of all ranks by name, and ragged verdicts."""
+    """Run launches by name (settings, trouble); returns the exit codes of all ranks by name, and ragged results."""
     items = [
         {"arguments": arguments(corpus, runs, *settings), "trouble": trouble} for settings, trouble in plan.values()
     ]
@@ -165,7 +165,7 @@ def test_packed_documents_on_two_processes(two: Two, single: Path) -> None:
 def test_ragged_batch(two: Two) -> None:
     """Row C1 over ranks; and one rank's wish to stop reaches all."""
     from efla_lm.parallel import distributed
-    from efla_lm.training.step import update
+    from efla_lm.training.step import train_step
     from tests.training.parts import adamw, ragged_batch, sharded
 
     _, codes = two
@@ -173,11 +173,11 @@ def test_ragged_batch(two: Two) -> None:
     assert first == second and len(first) == 3
     world = distributed.start("cpu")
     model = sharded(world)
-    verdict = update(model, adamw(model), [ragged_batch()], world, replicas=1, clip_norm=None, stop=True).tolist()
+    result = train_step(model, adamw(model), [ragged_batch()], world, replicas=1, clip_norm=None, stop=True).tolist()
     distributed.finish()
-    assert verdict[2:] == [0.0, 1.0]
+    assert result[2:] == [0.0, 1.0]
     for of_two in first:
-        assert of_two == pytest.approx(verdict, rel=1e-5)
+        assert of_two == pytest.approx(result, rel=1e-5)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -274,7 +274,7 @@ def test_nan_on_one_rank(two: Two) -> None:
         assert metrics(runs, name, "skipped_steps") == [0, 0, 0, 1, 1, 1]
     assert_same_weights(weights(runs, "nan-ddp", 6), weights(runs, "nan", 6), 1e-5)
     printed = (runs / "printed.txt").read_text()
-    assert "error: 2 updates in a row were not finite, the last one at step 4" in printed
+    assert "error: 2 steps in a row were not finite, the last one at step 4" in printed
 
 
 def test_signal_on_one_rank(two: Two) -> None:
@@ -287,7 +287,7 @@ def test_signal_on_one_rank_in_a_validation(two: Two) -> None:
     """All ranks leave it after the same forward pass, or at its end (the signal came in its last pass), and save."""
     runs, codes = two
     assert codes["left fsdp"] == codes["left ddp"] == codes["left-fsdp whole"] == [0, 0]
-    assert f"stopped after update 2 of 8: {runs}/left-fsdp/checkpoints/step-2" in (runs / "printed.txt").read_text()
+    assert f"stopped after step 2 of 8: {runs}/left-fsdp/checkpoints/step-2" in (runs / "printed.txt").read_text()
     assert sorted(os.listdir(runs / "left-fsdp" / "checkpoints")) == ["step-2", "step-8"]
     # the next launch validates before it trains, and is the run that never stopped
     assert steady_rows(runs, "left-fsdp") == steady_rows(runs, "never-left")

@@ -19,6 +19,7 @@ import train
 from efla_lm import EflaForCausalLM
 from efla_lm.run.checkpoint import read_tensors
 from efla_lm.run.metrics import read_rows
+from efla_lm.training import trainer
 from scripts import convert
 from tests.training.corpus import VOCAB, write_corpus
 from tests.training.launch import (
@@ -61,6 +62,9 @@ def test_stopped_and_continued_is_bit_equal(
     ours, theirs = all_tensors(tmp_path, "run", STEPS), all_tensors(straight, "run", STEPS)
     assert any(name.startswith("optim.") and name.endswith("exp_avg_sq") for name in ours)
     assert_same_weights(ours, theirs)
+    speeds = metrics(tmp_path, "run", "tokens_per_second")
+    unknown = [step for step, speed in enumerate(speeds, start=1) if speed is None]
+    assert unknown == [first + n for first in (0, *stops) for n in (1, 2)]  # of each launch
 
 
 def test_mamba2_trains_resumes_converts_and_generates(corpus: Path, tmp_path: Path) -> None:
@@ -99,11 +103,15 @@ def test_learning_rate_and_rows(straight: Path) -> None:
     assert max(rates) == rates[10]
     all_rows = read_rows(straight / "run" / "metrics.jsonl")
     rows = [row for row in all_rows if "loss" in row]
-    names = ["step", "tokens", "loss", "lr", "grad_norm"]
+    names = ["step", "tokens", "loss", "lr", "grad_norm", "clip_scale"]
     names += ["tokens_per_second", "mfu", "seconds", "peak_memory_gib", "skipped_steps"]
     assert all(list(row) == names for row in rows)
     assert [row["tokens"] for row in rows] == [64 * row["step"] for row in rows]
-    assert all(row["tokens_per_second"] > 0 and row["peak_memory_gib"] > 0 for row in rows)
+    assert [row["tokens_per_second"] for row in rows[:2]] == [None, None]  # the steps of the start-up do not count
+    assert all(row["tokens_per_second"] > 0 for row in rows[2:])
+    assert all(row["peak_memory_gib"] > 0 for row in rows)
+    assert all(row["clip_scale"] == min(1.0, 1.0 / row["grad_norm"]) for row in rows)  # train.clip_norm=1
+    assert min(row["clip_scale"] for row in rows) < 1
     validations = [row for row in all_rows if "val_loss" in row]
     assert [row["step"] for row in validations] == [10, 20, 30, 40]
     assert all(list(row) == ["step", "val_loss"] for row in validations)
@@ -115,7 +123,7 @@ def test_signal_saves_and_leaves(
     corpus: Path, straight: Path, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    plain = train.update
+    plain = trainer.train_step
 
     def interrupted(*args, **kwargs):
         if interrupted.calls == 16:
@@ -124,7 +132,7 @@ def test_signal_saves_and_leaves(
         return plain(*args, **kwargs)
 
     interrupted.calls = 0
-    monkeypatch.setattr(train, "update", interrupted)
+    monkeypatch.setattr(trainer, "train_step", interrupted)
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     assert run_here(corpus, tmp_path, "name=run", *LENGTH) == 0
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
@@ -133,7 +141,7 @@ def test_signal_saves_and_leaves(
     # the signal came while update 17 ran; `stop` is read before it, so one more follows
     steps = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert steps == ["step-18"]
-    monkeypatch.setattr(train, "update", plain)
+    monkeypatch.setattr(trainer, "train_step", plain)
     assert run_here(corpus, tmp_path, "name=run", *LENGTH) == 0
     assert_same_weights(weights(tmp_path, "run", STEPS), weights(straight, "run", STEPS))
     assert consumed(tmp_path, "run") == consumed(straight, "run")
@@ -168,7 +176,7 @@ def test_signal_in_a_validation_saves_and_leaves_it(
         assert run_here(corpus, tmp_path, "name=run", *LENGTH) == 0
     assert len(read) == second + 1, "no batch is read after the one that ran"
     step, folder = 10 * validation, tmp_path / "run"
-    assert f"stopped on SIGTERM after update {step} of {STEPS}: {folder}/checkpoints/step-{step} is saved" in (
+    assert f"stopped on SIGTERM after step {step} of {STEPS}: {folder}/checkpoints/step-{step} is saved" in (
         capsys.readouterr().out
     )
     assert os.listdir(folder / "checkpoints") == [f"step-{step}"] and not (folder / "export").exists()
@@ -183,13 +191,13 @@ def test_signal_in_a_validation_saves_and_leaves_it(
 def test_signal_in_the_last_update_leaves_the_validation_to_the_next_launch(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = train.update
+    plain = trainer.train_step
 
     def interrupted(*args, **kwargs):
         return plain(*args, **{**kwargs, "stop": next(calls) == 11})
 
     calls = itertools.count()
-    monkeypatch.setattr(train, "update", interrupted)
+    monkeypatch.setattr(trainer, "train_step", interrupted)
     read = at_batch(monkeypatch, -1, lambda: None)
     assert run_here(corpus, tmp_path, "name=run", "train.steps=12") == 0
     assert read == [] and os.listdir(tmp_path / "run" / "checkpoints") == ["step-12"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from efla_data.atomic import write_atomically
 from efla_data.errors import DataError
 
 FORMAT = "efla-token-files"
@@ -85,13 +86,8 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json` under a temporary name, then rename it."""
-        temporary = folder / (FILE_NAME + ".tmp")
-        with open(temporary, "w", encoding="utf-8") as handle:
-            json.dump(dataclasses.asdict(self), handle, indent=1, ensure_ascii=False)
-            handle.write("\n")
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(temporary, folder / FILE_NAME)
+        text = json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False)
+        write_atomically(folder / FILE_NAME, text + "\n")
 
 
 def split_fingerprint(dtype: str, tokenizer: TokenizerInfo, shards: list[Shard]) -> str:
