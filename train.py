@@ -18,7 +18,7 @@ from efla_lm.run.export import export_checkpoint
 from efla_lm.run.log import RunLog
 from efla_lm.run.metrics import read_rows
 from efla_lm.run.progress import banner
-from efla_lm.run.resume import copy_tokenizer, find_resume
+from efla_lm.run.resume import find_resume, keep_tokenizer
 from efla_lm.settings import TrainSettings, entry
 from efla_lm.training.meter import Meter
 from efla_lm.training.profile import RunProfile
@@ -58,7 +58,7 @@ def main(settings: TrainSettings) -> int:
         evaluate = live_evaluation(settings, setup)
         with open_run(settings, rank=world.rank, world_size=world.size, broadcast=world.broadcast) as directory:
             checkpoint = world.on_main(lambda: find(locked=True))
-            world.on_main(lambda: copy_tokenizer(setup.corpus.first.tokenizer_dir, directory.path))
+            world.on_main(lambda: keep_tokenizer(setup.corpus.first.tokenizer_dir, directory.path))
             with closing(assemble(settings, setup)) as trainer:
                 first = trainer.load(checkpoint) if checkpoint else 0
                 begin = f"step {first} from {checkpoint}" if checkpoint else f"new, seed {settings.seed}"

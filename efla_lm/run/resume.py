@@ -55,7 +55,7 @@ def find_resume(run_dir: Path | None, resume: str, identity: dict[str, Any], *, 
     return checkpoint
 
 
-def copy_tokenizer(tokenizer_dir: Path, run_dir: Path) -> None:
+def keep_tokenizer(tokenizer_dir: Path, run_dir: Path) -> None:
     """Copy the tokenizer of the token files into the run, where its checkpoints refer to it.
 
     A tokenizer that is there stays if the run has checkpoints. Without any, it may be that of other data, from a launch
