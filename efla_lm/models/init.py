@@ -1,9 +1,8 @@
-"""Initial values of every parameter, written once: by name and seed for training, at random for transformers."""
+"""Initial values of every parameter: by name and seed for training, at random for transformers."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,16 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from efla_lm.models.layers import Decay, ShortConvolution
-from efla_lm.models.mixers.mamba2 import Mamba2Mixer
-from efla_lm.models.norm_linear import GatedRMSNorm, RMSNorm
-
-# A = exp(A_log) starts uniform over (low, high]: never log 0. Gated DeltaNet and Mamba-2 as published.
-A_RANGE: dict[type[nn.Module], tuple[float, float]] = {Decay: (0.0, 16.0), Mamba2Mixer: (1.0, 16.0)}
-# Steps dt of the decay start log-uniform between these, as in Mamba-2 and Gated DeltaNet.
-DT_RANGE = (1e-3, 1e-1)
-DT_FLOOR = 1e-4
-DRAWING = min(16, os.cpu_count() or 1)  # threads that draw
+THREADS = min(16, os.cpu_count() or 1)
 
 
 def initial_value(
@@ -30,32 +20,22 @@ def initial_value(
 ) -> Tensor:
     """Draw parameter `name` of `module` in fp32 on the CPU.
 
-    Linear, embedding and convolution weights N(0, std^2), but for Mamba-2, as published: its taps uniform in
-    +-1/sqrt(W), its residual outputs `init_scale` = 1/sqrt(blocks) smaller. (Small taps train the delta rules clearly
-    faster than uniform ones, and Mamba-2 equally well.) Norms and D one; biases zero; A uniform over `A_RANGE`; dt_bias
-    the inverse softplus of a log-uniform step.
+    Biases are zero, weights of linears and embeddings N(0, (std * init_scale)^2). A module with other parameters draws
+    them in a method `initial_value(name, shape, std, generator)`.
 
     Raises:
-        ValueError: for a parameter that has no rule.
+        ValueError: for a parameter that neither covers.
     """
-    if isinstance(module, (RMSNorm, GatedRMSNorm)) or name == "D":
-        return torch.ones(shape)
     if name == "bias":
         return torch.zeros(shape)
-    if isinstance(module, ShortConvolution) and module.uniform_init:
-        bound = shape[-1] ** -0.5
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-    if isinstance(module, (nn.Linear, nn.Embedding, ShortConvolution)):
+    if isinstance(module, (nn.Linear, nn.Embedding)):
         return torch.empty(shape).normal_(0.0, std * getattr(module, "init_scale", 1.0), generator=generator)
-    uniform = torch.rand(shape, generator=generator)  # in [0, 1)
-    if name == "A_log":
-        low, high = A_RANGE[Decay if isinstance(module, Decay) else Mamba2Mixer]
-        return (high - (high - low) * uniform).log()
-    if name == "dt_bias":
-        log_low, log_high = math.log(DT_RANGE[0]), math.log(DT_RANGE[1])
-        dt = (log_low + (log_high - log_low) * uniform).exp().clamp(min=DT_FLOOR)
-        return dt + (-torch.expm1(-dt)).log()  # softplus^-1(dt)
-    raise ValueError(f"no initial value is defined for parameter {name!r} of {type(module).__name__}")
+    if not hasattr(module, "initial_value"):
+        raise ValueError(
+            f"parameter {name!r} of {type(module).__name__} has no initial value: give the class a method "
+            "initial_value(name, shape, std, generator)"
+        )
+    return module.initial_value(name, shape, std, generator)  # type: ignore[operator]
 
 
 @torch.no_grad()
@@ -64,7 +44,7 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
 
     Values are drawn in fp32 on the CPU from a generator per name, then copied into the parameter's dtype and device, or
     each rank's shard of it (DTensor): the same weights for any world size, and for a model that came from the meta
-    device through `to_empty`. Tied weights are drawn once, and tied again where `to_empty` has parted them.
+    device through `to_empty`. Tied weights are drawn once, and tied again if `to_empty` has untied them.
 
     Raises:
         ValueError: if parameters are still on the meta device.
@@ -84,12 +64,12 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
         generator = torch.Generator().manual_seed(name_seed(seed, full_name))
         return initial_value(module, name, parameter.shape, config.initializer_range, generator)
 
-    # a generator draws on one core, and there is one for each name: seconds for a large model, unless side by side
-    with ThreadPoolExecutor(DRAWING) as pool:
+    # Each name has its own generator, which draws on one core: one after the other they take seconds.
+    with ThreadPoolExecutor(THREADS) as pool:
         waiting: deque[tuple[Tensor, Future[Tensor]]] = deque()
         for entry in parameters.values():
             waiting.append((entry[3], pool.submit(draw, *entry)))
-            if len(waiting) > DRAWING:  # no more in memory than are drawn at once
+            if len(waiting) > THREADS:  # bounds the values held in memory
                 parameter, value = waiting.popleft()
                 copy_value(parameter, value.result())
         for parameter, value in waiting:

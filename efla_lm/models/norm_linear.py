@@ -21,7 +21,7 @@ import efla_kernels
 import torch
 import torch.nn.functional as F
 from efla_kernels import Stream
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from efla_lm.models.sequence import SequenceInfo
 
@@ -33,18 +33,27 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
+        self.init_scale = 1.0  # of the initial standard deviation
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
 
 
-class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
-
-    def __init__(self, size: int, eps: float, backend: str = "auto") -> None:
+class _Norm(nn.Module):
+    def __init__(self, size: int, eps: float, backend: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps, self.backend = eps, backend
+
+    def initial_value(self, name: str, shape: torch.Size, std: float, generator: Generator | None) -> Tensor:
+        return torch.ones(shape)
+
+
+class RMSNorm(_Norm):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+
+    def __init__(self, size: int, eps: float, backend: str = "auto") -> None:
+        super().__init__(size, eps, backend)
 
     def forward(self, x: Tensor) -> Tensor:
         # torch computes the statistics of 16-bit inputs in fp32 itself.
@@ -55,7 +64,7 @@ class RMSNorm(nn.Module):
         return efla_kernels.unit_rms_norm(x, eps=self.eps, backend=self.backend)
 
 
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(_Norm):
     """Output norm of the gated mixers, over the last dimension or over groups of it.
 
     Gated DeltaNet (gate_first=False): y = RMSNorm(x) * weight * silu(gate).
@@ -63,11 +72,8 @@ class GatedRMSNorm(nn.Module):
     """
 
     def __init__(self, size: int, eps: float, gate_first: bool = False, groups: int = 1, backend: str = "auto") -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps, self.backend = eps, backend
-        self.gate_first = gate_first
-        self.groups = groups
+        super().__init__(size, eps, backend)
+        self.gate_first, self.groups = gate_first, groups
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x and gate: [..., size]."""
@@ -187,7 +193,7 @@ def weight_suffices(module: nn.Module, x: Tensor) -> bool:
         return False
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return False
-    return module.weight.device == x.device  # type: ignore[union-attr]
+    return module.weight.device == x.device
 
 
 def _project_fused(x: Normed, wide: Sequence[nn.Module], narrow: Sequence[nn.Module]) -> Projections:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from efla_lm.models.config import GATED_MIXERS
-from efla_lm.models.init import DT_FLOOR, DT_RANGE
+from efla_lm.models.layers import DT_FLOOR, DT_RANGE
 from scripts.stacked.modules import Draw, StackedLinear, StackedModule
 
 RULES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {

@@ -24,6 +24,11 @@ class AttentionMixer(nn.Module):
         self.qkv_proj = Linear(config.hidden_size, 3 * config.key_size)
         self.o_proj = Linear(config.key_size, config.hidden_size)
 
+    @staticmethod
+    def flops_per_token(config: EflaConfig, context: int) -> float:
+        """2 H K context: scores and values over context / 2 visible keys on average."""
+        return 2 * config.key_size * context
+
     def forward(self, x: Tensor | Normed, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
         """[B, T, hidden_size] -> the same; reads and extends the keys and values of `layer` if there is one."""
         if info.rotary is None:

@@ -53,6 +53,11 @@ class DeltaMixer(nn.Module):
             self.o_norm = GatedRMSNorm(config.head_dim, config.norm_eps, backend=config.backend)
         self.o_proj = Linear(width, hidden)
 
+    @staticmethod
+    def flops_per_token(config: EflaConfig, context: int) -> float:
+        """6 H K V: read k^T S, rank-one update, read S^T q. Chunked forms compute more."""
+        return 6 * config.key_size * config.head_dim
+
     def forward(self, x: Tensor | Normed, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
         """[B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
         wide = [self.qkv_proj] if self.g_proj is None else [self.qkv_proj, self.g_proj]

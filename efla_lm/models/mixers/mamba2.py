@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import efla_kernels
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from efla_lm.models.cache import LayerState
 from efla_lm.models.config import EflaConfig
-from efla_lm.models.layers import ShortConvolution
+from efla_lm.models.layers import ShortConvolution, draw_A_log, draw_dt_bias
 from efla_lm.models.norm_linear import GatedRMSNorm, Linear, Normed, add_normed_linear, project
 from efla_lm.models.sequence import SequenceInfo
 
@@ -29,8 +29,7 @@ class Mamba2Mixer(nn.Module):
         self.conv_size = self.inner + 2 * group_width
         self.in_proj = Linear(config.hidden_size, self.inner + self.conv_size + self.heads)
         widths = (self.inner, group_width, group_width)
-        self.conv = ShortConvolution(widths, config.conv_size, bias=True, backend=config.backend)
-        self.conv.uniform_init = True
+        self.conv = ShortConvolution(widths, config.conv_size, bias=True, uniform_init=True, backend=config.backend)
         self.A_log = nn.Parameter(torch.zeros(self.heads))
         self.dt_bias = nn.Parameter(torch.zeros(self.heads))
         self.D = nn.Parameter(torch.ones(self.heads))
@@ -39,6 +38,16 @@ class Mamba2Mixer(nn.Module):
         )
         self.out_proj = Linear(self.inner, config.hidden_size)
         self.out_proj.init_scale = config.num_hidden_layers**-0.5  # as published: residual outputs start smaller
+
+    def initial_value(self, name: str, shape: torch.Size, std: float, generator: Generator | None) -> Tensor:
+        if name == "D":
+            return torch.ones(shape)
+        return draw_A_log(shape, 1.0, 16.0, generator) if name == "A_log" else draw_dt_bias(shape, generator)
+
+    @staticmethod
+    def flops_per_token(config: EflaConfig, context: int) -> float:
+        """4 H N P: update S, and read S^T C."""
+        return 4 * config.inner_size * config.state_size
 
     def forward(self, u: Tensor | Normed, info: SequenceInfo, layer: LayerState | None = None) -> Tensor:
         """[B, T, hidden_size] -> the same; reads and replaces the states of `layer` when there is one."""
