@@ -5,10 +5,11 @@
 from dataclasses import dataclass
 
 from efla_lm.errors import UserError
+from efla_lm.models.rules import RULES
 from efla_lm.settings.fields import PATH, key
 from scripts.study.checks import expect_at_least, expect_from, parse_shapes
 
-OPS = ("efla", "deltanet", "gated_deltanet", "gated_efla", "mamba2")
+OPS = tuple(rule.op for rule in RULES.values() if rule.op)
 WIDEST = 256  # heads that our kernels take
 IMPLEMENTATIONS = ("ours", "ours_recompute", "fla", "torch", "mamba_ssm")
 

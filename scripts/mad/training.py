@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from efla_data.tasks.mad import IGNORED, TEST_EXAMPLES, Setting, generate
 from torch import Tensor, nn
 
-from efla_lm.models.config import GATED_MIXERS
+from efla_lm.models.rules import RULES
 from scripts.stacked.cuda_graph import GraphedStep
 from scripts.stacked.modules import (
     Draw,
@@ -73,7 +73,7 @@ class DeltaMixer(StackedModule):
         self.qkv_proj = linear(models, WIDTH, 3 * inner, bias=False)
         self.qkv_conv = StackedConvolution(models, (inner,) * 3, backend=backend)
         self.gates = StackedGates(mixer, models, WIDTH, HEADS, linear(models, WIDTH, HEADS, bias=False))
-        self.g_proj = linear(models, WIDTH, inner, bias=False) if mixer in GATED_MIXERS else None
+        self.g_proj = linear(models, WIDTH, inner, bias=False) if RULES[mixer].gated else None
         self.o_norm = StackedNorm(models, HEAD_DIM, EPS)
         self.o_proj = linear(models, inner, WIDTH, bias=False)
 

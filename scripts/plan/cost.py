@@ -40,6 +40,7 @@ from efla_lm.models import EflaConfig, count_parameters
 from efla_lm.models.config import DELTA_MIXERS, GATED_MIXERS
 
 CHUNK, SSD_CHUNK = 64, 128  # tokens of the kernels' chunks
+GPUS_PER_MACHINE = 8  # assumed
 GIB = 2**30
 
 
@@ -62,13 +63,12 @@ GPUS = {
 }
 
 
-def saved_per_token(config: EflaConfig, keeping: str = "none") -> float:
+def saved_per_token(config: EflaConfig, checkpointing: str = "none") -> float:
     """a: elements of the compute type that one block keeps per token for its backward pass.
 
-    Blocks keep the inputs of matrix products and ops, and what cannot be had from them without another
-    product; the tests read the same list from the graph that torch.compile cuts (fp32 numbers count twice). What is in
-    brackets is not kept with keeping="selective", what is in braces not with "products" either
-    (`efla_lm.parallel.activation_checkpointing`):
+    Blocks keep the inputs of matmuls and ops, and what cannot be computed from them without another matmul; a test
+    reads the same list from the graph that torch.compile cuts (fp32 numbers count twice). Brackets: not kept with
+    checkpointing="selective". Braces: not kept with "products" either (`efla_lm.parallel.activation_checkpointing`):
 
         every block       D (the stream that its norm reads) + 2 (the norm's factors, fp32)
         with SwiGLU       D + 2 (the same before it) + 2 F (gate and up)
@@ -84,7 +84,7 @@ def saved_per_token(config: EflaConfig, keeping: str = "none") -> float:
                           (normed)] {+ heads (4 + N P / 128)}  (the gates' table, states of chunks of 128 tokens)
     """
     D, A, F, H = config.hidden_size, config.key_size, config.intermediate_size, config.num_heads
-    again = keeping in ("selective", "products")  # what is cheap is computed again
+    again = checkpointing in ("selective", "products")  # what is cheap is computed again
     states = config.backend != "triton_recompute"
     mixer: float
     op: float
@@ -92,7 +92,7 @@ def saved_per_token(config: EflaConfig, keeping: str = "none") -> float:
         E, narrow = config.inner_size, 2 * config.num_groups * config.state_size
         op = E + 4 * config.mamba_heads + states * E * config.state_size / SSD_CHUNK
         mixer = 2 * E + narrow + config.mamba_heads + (0 if again else (E + narrow) + E)
-        mixer += 0 if keeping == "products" else op
+        mixer += 0 if checkpointing == "products" else op
     elif config.mixer in DELTA_MIXERS:
         K = V = config.head_dim
         decays = config.mixer in GATED_MIXERS
@@ -102,7 +102,7 @@ def saved_per_token(config: EflaConfig, keeping: str = "none") -> float:
         mixer = (3 if again else 5 + keeps_values) * A + (2 if decays else 1) * H
         if config.output_gate:
             mixer += (1 if again else 2) * A
-        mixer += 0 if keeping == "products" else op
+        mixer += 0 if checkpointing == "products" else op
     else:
         mixer = 4 * A + 2 * H
     elements: float = D + 2 + mixer
@@ -153,12 +153,12 @@ def memory(
     shards: int = 1,
     micro_steps: int = 1,
     precision: str = "bf16",
-    keeping: str = "none",
+    checkpointing: str = "none",
     whole: bool = False,
 ) -> Memory:
     """The table of the module for one device that takes `micro_tokens` at once and holds 1 / `shards` of the state.
 
-    keeping: none, selective, products or full (`train.activation_checkpointing`). whole: one process, without FSDP.
+    checkpointing: as `train.activation_checkpointing`. whole: one process, without FSDP.
     """
     b, m = 2 if precision == "bf16" else 4, micro_tokens
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
@@ -166,16 +166,16 @@ def memory(
     root = V * D * (1 if config.tie_word_embeddings else 2) + D
     block = (P - root) / L
     one_block = saved_per_token(config)  # while its backward pass is at work
-    if keeping == "full":
+    if checkpointing == "full":
         activations = b * m * ((L + 2) * D + one_block)
         held = b * m * (2 * D + one_block)
     else:
-        activations = b * m * (L * saved_per_token(config, keeping) + 2 * D)
+        activations = b * m * (L * saved_per_token(config, checkpointing) + 2 * D)
         held = b * m * one_block
     accumulates = micro_steps > 1
     gathered = float(b * P) if shards == 1 else b * (root + 2 * block)
     if whole:
-        cast = b * (V * D + 2 * block) if keeping != "none" else gathered
+        cast = b * (V * D + 2 * block) if checkpointing != "none" else gathered
         gathered = 0.0 if precision == "fp32" else cast
     widest = 3 * config.intermediate_size if config.mlp else 2 * config.inner_size
     return Memory(
@@ -225,6 +225,7 @@ class Duration:
     tokens_per_second: float  # of all devices
     seconds: float
     gpus: int
+    network_share: float = 1.0  # of their speed that devices keep while machines exchange weights and gradients
 
     @property
     def days(self) -> float:
@@ -237,7 +238,31 @@ class Duration:
         return self.seconds / 3600 * self.gpus
 
 
-def duration(tokens: int, per_device: float, gpus: int, efficiency: float) -> Duration:
-    """Time for `tokens` at `per_device` tokens/s on one device; several keep the share `efficiency` of it each."""
-    rate = per_device * gpus * (efficiency if gpus > 1 else 1.0)
-    return Duration(rate, tokens / rate, gpus)
+def duration(tokens: int, per_device: float, gpus: int, efficiency: float, network_share: float = 1.0) -> Duration:
+    """Time for `tokens` at `per_device` tokens/s on one device; several keep the share `efficiency` of it each, and
+    `network_share` of that on several machines."""
+    rate = per_device * gpus * (efficiency if gpus > 1 else 1.0) * network_share
+    return Duration(rate, tokens / rate, gpus, network_share)
+
+
+def network_bytes(parameters: int, gpus: int, shards: int, micro_steps: int) -> float:
+    """Bytes into each machine in a step, P parameters over n machines:
+
+    (n - 1) / n x (4 P micro_steps + 4 P)   weights in bf16 for both passes of every micro-batch, gradients in fp32
+                                            (`fsdp`: one copy of the state spans the machines)
+    (n - 1) / n x 8 P                       gradients summed between the copies (`hsdp`, `ddp`)
+    """
+    machines = -(-gpus // GPUS_PER_MACHINE)
+    gathered = 4 * parameters * micro_steps if shards > GPUS_PER_MACHINE else 4 * parameters
+    return (machines - 1) / machines * (gathered + 4 * parameters)
+
+
+def network_share(sent: float, step_seconds: float, gigabytes_per_second: float) -> float:
+    """The share of its speed that a device keeps: a step of t seconds with c seconds of network becomes
+
+        t + max(c / 4, c - t)
+
+    The work hides the rest. The quarter is what two H200 lost of their communication (docs/speed.md).
+    """
+    seconds = sent / (1e9 * gigabytes_per_second)
+    return step_seconds / (step_seconds + max(seconds / 4, seconds - step_seconds))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from efla_lm.errors import UserError
 from efla_lm.models import EflaConfig, count_parameters, flops_per_token
+from efla_lm.models.rules import RULES
 from efla_lm.parallel.activation_checkpointing import kind_of_checkpointing
 from efla_lm.settings import TrainSettings
 from efla_lm.training.batch_plan import Budget, plan_budget
 from scripts.plan import cost, measured
-
-GPUS_PER_NODE = 8  # assumed, where parallel=hsdp is to shard within a node, and for parallel=ddp
+from scripts.plan.cost import GPUS_PER_MACHINE
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,12 @@ class Forecast:
     parameters: int
     budget: Budget
     shards: int
-    keeping: str  # activation checkpointing
+    checkpointing: str
     gpus: int
     gpu: str
     memory: cost.Memory
     fits: bool
-    largest_micro_batch: int | None  # windows
+    largest_micro_batch: int | None  # sequences
     largest_memory: cost.Memory | None
     speed: measured.Speed
     duration: cost.Duration
@@ -41,12 +43,14 @@ def forecast(
     gpu: str,
     mfu: float | None = None,
     efficiency: float = 0.95,
+    network: float = 50.0,
     margin: float = 0.08,
     done_tokens: int = 0,
     rows: Sequence[measured.Row] | None = None,
 ) -> Forecast:
-    """Work out a recipe on `gpus` devices of the kind `gpu` (see `cost.GPUS`); `done_tokens` lie behind already. rows:
-    the measurements of speed to go by; None: those under docs/results.
+    """Work out a recipe on `gpus` devices of the kind `gpu` (see `cost.GPUS`) of which `done_tokens` are done.
+
+    rows: the measurements of speed to go by; None: those under docs/results.
 
     Raises:
         UserError: sizes that do not fit together, as train.py would say.
@@ -60,57 +64,64 @@ def forecast(
         raise UserError(f"model: {error}") from error
     budget = plan_budget(settings.train, settings.data.context, gpus)
     shards = shards_of(settings, gpus)
-    kept = kind_of_checkpointing(settings.train.activation_checkpointing, settings.train.compile is not False)
-    options = {
+    kind = kind_of_checkpointing(settings.train.activation_checkpointing, settings.train.compile is not False)
+    options: dict[str, Any] = {
+        "shards": shards,
         "precision": settings.train.precision,
-        "keeping": kept,
+        "checkpointing": kind,
         "whole": whole_of(settings, gpus),
     }
-    need = cost.memory(
-        config,
-        micro_tokens=budget.micro_batch * budget.context,
-        shards=shards,
-        micro_steps=budget.micro_steps,
-        **options,  # type: ignore[arg-type]
-    )
-    device, windows = cost.GPUS[gpu], budget.windows // gpus
+    device, sequences = cost.GPUS[gpu], budget.windows // gpus
+
+    def memory(micro_batch: int) -> cost.Memory:
+        tokens, micro_steps = micro_batch * budget.context, sequences // micro_batch
+        return cost.memory(config, micro_tokens=tokens, micro_steps=micro_steps, **options)
+
     largest = cost.largest_micro_batch(
-        config, device, context=budget.context, windows=windows, margin=margin, shards=shards, **options
+        config, device, context=budget.context, windows=sequences, margin=margin, **options
     )
-    largest_need = largest and cost.memory(
-        config,
-        micro_tokens=largest * budget.context,
-        shards=shards,
-        micro_steps=windows // largest,
-        **options,  # type: ignore[arg-type]
-    )
+    micro_tokens = budget.micro_batch * budget.context
     speed = measured.device_speed(
-        {"attention": "transformer"}.get(config.mixer, config.mixer),
+        RULES[config.mixer].option,
         settings.size.name,
         gpu,
-        micro_tokens=budget.micro_batch * budget.context,
+        micro_tokens=micro_tokens,
         context=budget.context,
         flops_per_token=flops_per_token(config, budget.context),
         mfu=mfu,
-        checkpointing=kept == "full",
+        checkpointing=kind == "full",
         rows=rows,
     )
-    left = max(0, budget.total_tokens - done_tokens)
+    parameters = count_parameters(config)
+    sent = cost.network_bytes(parameters, gpus, shards, budget.micro_steps)
+    step = budget.micro_steps * micro_tokens / speed.tokens_per_second
+    left, share = max(0, budget.total_tokens - done_tokens), cost.network_share(sent, step, network)
+    need = memory(budget.micro_batch)
     return Forecast(
         config=config,
-        parameters=count_parameters(config),
+        parameters=parameters,
         budget=budget,
         shards=shards,
-        keeping=kept,
+        checkpointing=kind,
         gpus=gpus,
         gpu=gpu,
         memory=need,
         fits=cost.fits(need, device, margin),
         largest_micro_batch=largest,
-        largest_memory=largest_need or None,
+        largest_memory=memory(largest) if largest else None,
         speed=speed,
-        duration=cost.duration(left, speed.tokens_per_second, gpus, efficiency),
+        duration=cost.duration(left, speed.tokens_per_second, gpus, efficiency, share),
     )
+
+
+def hsdp_instead(settings: TrainSettings, found: Forecast, **options: Any) -> Forecast | None:
+    """The forecast with `parallel=hsdp`, where the state now spans machines and a copy for each machine fits."""
+    if found.shards <= GPUS_PER_MACHINE or found.gpus % GPUS_PER_MACHINE:
+        return None
+    other = copy.deepcopy(settings)
+    other.parallel.mode, other.parallel.shard, other.parallel.replicate = "hsdp", GPUS_PER_MACHINE, None
+    instead = forecast(other, **options)
+    return instead if instead.fits else None
 
 
 def shards_of(settings: TrainSettings, gpus: int) -> int:
@@ -119,7 +130,7 @@ def shards_of(settings: TrainSettings, gpus: int) -> int:
     if parallel.mode == "single" and gpus > 1:
         raise UserError(f"parallel.mode=single with gpus={gpus}: use parallel=fsdp or ddp")
     if parallel.mode == "hsdp":
-        shards = parallel.shard or (gpus // parallel.replicate if parallel.replicate else min(gpus, GPUS_PER_NODE))
+        shards = parallel.shard or (gpus // parallel.replicate if parallel.replicate else min(gpus, GPUS_PER_MACHINE))
         replicas = parallel.replicate or gpus // max(shards, 1)
         if replicas * shards != gpus:
             raise UserError(
@@ -133,7 +144,7 @@ def whole_of(settings: TrainSettings, gpus: int) -> bool:
     """Whether devices hold the model without FSDP, as `distributed.holds_whole` has it."""
     if gpus == 1 and settings.parallel.mode in ("auto", "single"):
         return True
-    return settings.parallel.mode == "ddp" and settings.train.cuda_graphs != "off" and gpus <= GPUS_PER_NODE
+    return settings.parallel.mode == "ddp" and settings.train.cuda_graphs != "off" and gpus <= GPUS_PER_MACHINE
 
 
 def clock(seconds: float) -> str:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from efla_lm.errors import UserError
 from efla_lm.settings.fields import PATH, key
 from efla_lm.settings.schema import TrainSettings
+from scripts.plan.cost import GPUS
+from scripts.study.checks import expect_above_zero, expect_at_least
 
-GPU_NAMES = ("a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb", "l40s-48gb", "rtx4090-24gb")
+GPU_NAMES = tuple(GPUS)
 
 
 @dataclass
@@ -18,14 +20,16 @@ class PlanSettings(TrainSettings):
     gpus: int = key(8, "devices")
     gpu: str = key("h200-141gb", "kind of device", choices=GPU_NAMES)
     mfu: float | None = key(None, "model FLOPs utilisation to assume; null: as measured, else assumed")
-    efficiency: float = key(0.95, "share of its speed that a device keeps beside others (assumed)")
+    efficiency: float = key(0.95, "share of its speed that a device keeps beside others of its machine (assumed)")
+    network: float = key(50.0, "GB/s into and out of a machine of 8 devices (assumed: 400 Gb/s)")
     margin: float = key(0.08, "share of the memory left free for the CUDA context and fragmentation")
     price: float | None = key(None, "price of a GPU-hour; null: none is shown")
 
     def validate(self) -> None:
         """Check values against each other; raises UserError. Called once by `compose` and `entry`."""
         super().validate()
-        check_machine(self.gpus, self.mfu, self.efficiency, self.margin, self.price)
+        expect_above_zero(self, "network")
+        check_machine(self, self.margin)
 
 
 @dataclass
@@ -44,27 +48,27 @@ class ReproduceSettings:
     train: list[str] = key([], "more overrides for every train.py, quoted: \"train=['train.micro_batch=16']\"")
     eval: list[str] = key([], "more overrides for every eval.py, quoted: \"eval=['dtype=bf16']\"")
     mfu: float | None = key(None, "model FLOPs utilisation to assume in the forecast")
-    efficiency: float = key(0.95, "share of its speed that a device keeps beside others (assumed)")
+    efficiency: float = key(0.95, "share of its speed that a device keeps beside others of its machine (assumed)")
     price: float | None = key(None, "price of a GPU-hour; null: none is shown")
     dry_run: bool = key(False, "print the forecast and the commands, run nothing")
 
     def validate(self) -> None:
         """Check values against each other; raises UserError. Called once by `compose` and `entry`."""
-        check_machine(self.gpus, self.mfu, self.efficiency, 0.0, self.price)
+        check_machine(self)
         if self.models == []:
             raise UserError("models=[]: expected at least one of conf/model, or null")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"seeds={self.seeds}: expected at least one seed, each once")
 
 
-def check_machine(gpus: int, mfu: float | None, efficiency: float, margin: float, price: float | None) -> None:
+def check_machine(settings: PlanSettings | ReproduceSettings, margin: float = 0.0) -> None:
     """Ranges of what describes the machine. Raises UserError."""
-    if gpus < 1:
-        raise UserError(f"gpus={gpus}: expected 1 or more")
-    for name, value in {"mfu": mfu, "efficiency": efficiency}.items():
+    expect_at_least(settings, 1, "gpus")
+    for name in ("mfu", "efficiency"):
+        value = getattr(settings, name)
         if value is not None and not 0 < value <= 1:
             raise UserError(f"{name}={value}: expected above 0 and at most 1")
     if not 0 <= margin < 1:
         raise UserError(f"margin={margin}: expected from 0 to below 1")
-    if price is not None and price < 0:
-        raise UserError(f"price={price}: expected 0 or more, or null")
+    if settings.price is not None and settings.price < 0:
+        raise UserError(f"price={settings.price}: expected 0 or more, or null")

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from efla_lm.errors import UserError
+from efla_lm.models.rules import RULES
 from scripts.study.plot import colour, in_order, label, new_figure, save_figure
 from scripts.study.table import markdown, mean_and_spread, mean_text, percent_text, write_csv
 
 SCRIPT_RATES = {"deltanet": 1e-3, "efla": 3e-3}  # of the authors' public script [paper, section 4]
 DEFAULT_SCRIPT_RATE = 1e-3  # for mixers that the script does not have
-EXACT_AND_EULER = (("efla", "deltanet"), ("gated_efla", "gated_deltanet"))
 AXES = {
     "dropout": "pixel dropout, probability",
     "intensity": "intensity, factor",
@@ -149,7 +149,7 @@ def _summary(setting: str, content: dict[str, Any], runs: Sequence[Run], rates: 
 def _pairs(runs: Sequence[Run]) -> list[str]:
     """Of two mixers trained alike (rate, seed, hence starting values and order of images): how often one is above."""
     rows = []
-    for exact, euler in EXACT_AND_EULER:
+    for exact, euler in ((name, rule.euler) for name, rule in RULES.items() if rule.euler):
         others = {(r["rate"], r["seed"]): r for r in runs if r["mixer"] == euler and r["corruptions"]}
         own = [r for r in runs if r["mixer"] == exact and r["corruptions"] and (r["rate"], r["seed"]) in others]
         for measure in ("clean", *AXES) if own else ():

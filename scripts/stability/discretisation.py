@@ -26,6 +26,7 @@ from torch import Tensor
 
 from efla_lm.errors import UserError
 from efla_lm.models.config import DELTA_MIXERS
+from efla_lm.models.rules import RULES
 
 EDGES = tuple(10 ** (0.1 * n) for n in range(-50, 21))  # of beta lam's histogram: ten bins a decade, 1e-5 to 100
 
@@ -55,7 +56,7 @@ def record(model: Any, ids: Tensor) -> list[Recorded]:
 
     def recording(rule: Any) -> Any:
         def run(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any) -> Any:
-            unit = mixer in ("deltanet", "gated_deltanet")
+            unit = RULES[mixer].unit_keys
             key = efla_kernels.unit_norm(k) if unit else k.float()
             beta = efla_kernels.beta_gate(gates[0])
             found.append(Recorded(key, v.float(), beta, gates[1].float() if len(gates) > 1 else None))

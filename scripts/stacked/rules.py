@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import efla_kernels
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from efla_lm.models.config import GATED_MIXERS
 from efla_lm.models.layers import DT_FLOOR, DT_RANGE
+from efla_lm.models.rules import RULES
 from scripts.stacked.modules import Draw, StackedLinear, StackedModule
 
-RULES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
-    "efla": efla_kernels.efla,
-    "gated_efla": efla_kernels.gated_efla,
-    "deltanet": efla_kernels.deltanet,
-    "gated_deltanet": efla_kernels.gated_deltanet,
-}
-RECURRENT_MIXERS = (*RULES, "mamba2")
+RECURRENT_MIXERS = tuple(name for name, rule in RULES.items() if rule.delta or name == "mamba2")
 
 
 def log_uniform_a(low: float, high: float) -> Draw:
@@ -42,7 +35,7 @@ class StackedGates(StackedModule):
         super().__init__()
         self.beta = beta
         self.a_proj: StackedLinear | None = None
-        if mixer in GATED_MIXERS:
+        if RULES[mixer].gated:
             self.a_proj = StackedLinear(models, hidden, heads, bias=False)
             self.A_log = self.add("A_log", models, (heads,), log_uniform_a(0.0, 16.0))
             self.dt_bias = self.add("dt_bias", models, (heads,), inverse_softplus_dt)
@@ -62,7 +55,7 @@ def run_rule(
     """A delta rule over [M, B, T, H, K]; returns o [M, B, T, H, V]."""
     models = q.shape[0]
     rows = (x.flatten(0, 1) for x in (q, k, v, *gates))
-    o, _ = RULES[mixer](*rows, scale=scale, backend=backend)
+    o, _ = getattr(efla_kernels, mixer)(*rows, scale=scale, backend=backend)
     return o.unflatten(0, (models, -1))
 
 

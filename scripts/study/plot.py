@@ -6,39 +6,28 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-COLOURS = {
-    "efla": "#c0392b",
-    "deltanet": "#2471a3",
-    "gated_efla": "#e59866",
-    "gated_deltanet": "#85c1e9",
-    "mamba2": "#7d8a2e",
-    "attention": "#555555",
-}
-LABELS = {
-    "efla": "EFLA",
-    "deltanet": "DeltaNet",
-    "gated_efla": "Gated EFLA",
-    "gated_deltanet": "Gated DeltaNet",
-    "mamba2": "Mamba-2",
-    "attention": "Transformer",
-}
-ALIASES = {"transformer": "attention"}  # the option of conf/model
+from efla_lm.models.rules import RULES, Rule
+
+
+def _rule(model: str) -> Rule:
+    """The row of a mixer or of an option of conf/model (`attention` is the option `transformer`)."""
+    return RULES.get(model) or next(rule for rule in RULES.values() if rule.option == model)
 
 
 def label(model: str) -> str:
     """`EFLA` for the mixer or model option `efla`."""
-    return LABELS[ALIASES.get(model, model)]
+    return _rule(model).label
 
 
 def colour(model: str) -> str:
     """The colour of a model in all figures."""
-    return COLOURS[ALIASES.get(model, model)]
+    return _rule(model).colour
 
 
 def in_order(models: Iterable[str]) -> list[str]:
-    """Models in the order of all tables and figures, each once."""
-    order = list(LABELS)
-    return sorted(set(models), key=lambda model: order.index(ALIASES.get(model, model)))
+    """Models in the order of `RULES`, each once."""
+    order = list(RULES.values())
+    return sorted(set(models), key=lambda model: order.index(_rule(model)))
 
 
 def new_figure(rows: int, columns: int, width: float = 3.4, height: float = 2.7, **options: Any) -> tuple[Any, Any]:

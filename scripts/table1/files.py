@@ -10,20 +10,21 @@ import csv
 import io
 from collections.abc import Sequence
 
+from efla_lm.models.rules import RULES
 from scripts.table1.table import AVERAGE, HEADINGS, ModelRow, Value
 
 MISSING = "missing"
 NONE = "-"  # there is nothing to show by nature: word perplexity has no standard error
-FAMILIES = {
-    "efla": "EFLA", "gated_efla": "Gated EFLA", "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet",
-    "mamba2": "Mamba-2", "attention": "Transformer",
-}  # fmt: skip
 SIZES = {"340m": "340M", "1b3": "1.3B"}
 
 
 def label(row: ModelRow) -> str:
     """`340M EFLA`."""
-    return " ".join(filter(None, (SIZES.get(row.size or "", row.size), FAMILIES.get(row.family, row.family))))
+    return " ".join(
+        filter(
+            None, (SIZES.get(row.size or "", row.size), RULES[row.family].label if row.family in RULES else row.family)
+        )
+    )
 
 
 def digits(heading: str) -> int:

@@ -5,13 +5,14 @@
 from dataclasses import dataclass
 
 from efla_lm.errors import UserError
+from efla_lm.models.rules import RULES
 from efla_lm.settings.compose import CONFIG_DIR
 from efla_lm.settings.fields import PATH, key
 from scripts.study.checks import expect_at_least, expect_from, parse_shapes
 
-MODELS = ("efla", "gated_efla", "deltanet", "gated_deltanet", "mamba2", "transformer")
+MODELS = tuple(rule.option for rule in RULES.values())
 IMPLEMENTATIONS = ("efla_lm", "fla")
-PEERS = ("deltanet", "gated_deltanet", "mamba2", "transformer")  # what fla has of them
+PEERS = tuple(rule.option for rule in RULES.values() if rule.fla)
 STARTED = 4  # the step whose end is the end of starting up
 SIZES = sorted(path.stem for path in (CONFIG_DIR / "size").glob("*.yaml"))
 MODES = ("auto", "single", "ddp", "fsdp", "hsdp")

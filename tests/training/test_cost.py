@@ -79,25 +79,25 @@ def test_memory_by_hand_on_several_devices_with_accumulation() -> None:
 
 def test_the_loss_takes_more_rows_of_more_tokens_below_the_peak() -> None:
     m = 32 * 2048
-    need = cost.memory(config_340m(), micro_tokens=m, keeping="selective", whole=True)
+    need = cost.memory(config_340m(), micro_tokens=m, checkpointing="selective", whole=True)
     assert need.loss == 4 * 4096 * 32000 + 4 * 32000 * 1024 + 2 * m * 1024
     assert need.loss < need.workspace + need.head, "the peak stays at the start of the backward pass"
 
 
 def test_activation_checkpointing_keeps_the_inputs_of_blocks() -> None:
     m = 2048
-    need = cost.memory(config_340m(), micro_tokens=m, keeping="full")
+    need = cost.memory(config_340m(), micro_tokens=m, checkpointing="full")
     assert need.activations == 2 * m * (26 * 1024 + 18012)
 
 
 def test_one_process_keeps_no_second_gradients_and_casts_again() -> None:
     m = 8 * 2048
     block = (P - 2 * 32000 * 1024 - 1024) / 24
-    alone = cost.memory(config_340m(), micro_tokens=m, micro_steps=2, keeping="selective", whole=True)
+    alone = cost.memory(config_340m(), micro_tokens=m, micro_steps=2, checkpointing="selective", whole=True)
     assert alone.gathered == pytest.approx(2 * (32000 * 1024 + 2 * block))
     assert alone.gradients == 4 * P and alone.accumulates
     assert alone.activations == 2 * m * (24 * 15964 + 2 * 1024)
-    again = cost.memory(config_340m(backend="triton_recompute"), micro_tokens=m, keeping="selective", whole=True)
+    again = cost.memory(config_340m(backend="triton_recompute"), micro_tokens=m, checkpointing="selective", whole=True)
     assert again.activations == 2 * m * (24 * 12380 + 2 * 1024)
     assert again.held_at_end == 2 * m * (19036 - 3584), "one block while it is computed again"
     assert cost.memory(config_340m(), micro_tokens=m, whole=True).gathered == 2 * P
@@ -205,7 +205,7 @@ def test_elements_of_a_block_are_those_that_compile_keeps(
     backend = "auto" if keep_states else "triton_recompute"
     config = EflaConfig(mixer=mixer, hidden_size=256, num_heads=2, head_dim=128, intermediate_size=704, backend=backend)
     found, weights, convolved = saved_by_compile(config, 4, 512, kind, monkeypatch, keep_states)
-    assert found == pytest.approx(cost.saved_per_token(config, keeping=kind), rel=0.03)
+    assert found == pytest.approx(cost.saved_per_token(config, checkpointing=kind), rel=0.03)
     copies = 2 * sum(p.numel() for p in EflaBlock(config).parameters()) if kind == "none" else 0
     assert weights == pytest.approx(copies, rel=0.01)
     if kind == "selective" and mixer != "mamba2":
@@ -317,12 +317,53 @@ def test_the_state_is_shared_as_training_shards_it(overrides: list[str], shards:
 def test_the_command_prints_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.run(["experiment=table1_1b3", "gpus=8", "gpu=a100-80gb", "price=2", "mfu=0.4"]) == 0
     shown = capsys.readouterr().out
-    for part in ("1,365,677,056", "25,600 updates", "GiB at the peak", "largest micro-batch", "GPU-hours", "price"):
+    for part in ("1,365,677,056", "25,600 steps", "GiB at the peak", "largest micro-batch", "GPU-hours", "price"):
         assert part in shown
     assert "assumed: the given mfu=0.4" in shown
     assert plan.run(["gpus=3"]) == 1
     assert plan.run(["gpu=abacus"]) == 2
     assert plan.run(["mfu=2"]) == 1
+
+
+SPREAD = ["gpus=64", "gpu=h200-141gb", "data.context=2048", "train.micro_batch=4", "mfu=0.4"]
+
+
+def test_several_machines_lose_to_their_network() -> None:
+    """By hand: 8 machines, P parameters; a quarter of the time of the network is lost, or what the work cannot hide."""
+    assert cost.network_bytes(P, gpus=8, shards=8, micro_steps=4) == 0
+    assert cost.network_bytes(P, gpus=64, shards=64, micro_steps=3) == 7 / 8 * 16 * P
+    assert cost.network_bytes(P, gpus=64, shards=8, micro_steps=3) == 7 / 8 * 8 * P
+    assert cost.network_share(50e9, step_seconds=2.0, gigabytes_per_second=50) == 2 / 2.25
+    assert cost.network_share(50e9, step_seconds=0.5, gigabytes_per_second=50) == 0.5
+    settings = compose("plan", [*SPREAD, "train.batch_tokens=1048576", "parallel=fsdp"], PlanSettings)
+    found = forecast(settings, gpus=64, gpu=settings.gpu, mfu=0.4)
+    one = compose("plan", [*SPREAD, "gpus=8", "train.batch_tokens=131072", "parallel=fsdp"], PlanSettings)
+    near = forecast(one, gpus=8, gpu=one.gpu, mfu=0.4)
+    assert found.duration.tokens_per_second < 0.95 * 8 * near.duration.tokens_per_second
+
+
+def test_hsdp_is_suggested_where_the_state_spans_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.run([*SPREAD, "train.batch_tokens=1048576", "parallel=fsdp"]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "parallel=hsdp, one copy of the state for each machine" in shown
+    assert "(network=50 GB/s between machines, assumed)" in shown
+    assert plan.run([*SPREAD, "train.batch_tokens=1048576", "parallel=hsdp"]) == 0
+    assert plan.run(["gpus=8", "parallel=fsdp"]) == 0
+    assert "beside it" not in capsys.readouterr().out
+
+
+def test_what_does_not_fit_has_no_time_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names what to set instead, and that fits."""
+    recipe = ["size=1b3", "gpus=1", "gpu=a100-80gb", "data.context=2048", "train.batch_tokens=131072"]
+    assert plan.run([*recipe, "train.micro_batch=64"]) == 1
+    shown = capsys.readouterr()
+    assert "DOES NOT FIT" in shown.out and "GPU-hours" not in shown.out and "days" not in shown.out
+    (line,) = shown.err.splitlines()
+    instead = line.rsplit("set ", 1)[1]
+    assert instead.startswith("train.micro_batch=")
+    assert plan.run([*recipe, instead]) == 0
+    assert plan.run([*recipe, "train.micro_batch=1", "gpu=rtx4090-24gb"]) == 1
+    assert "share the state between more GPUs" in capsys.readouterr().err
 
 
 def test_the_names_of_devices_agree() -> None:
