@@ -1,4 +1,4 @@
-"""Ops of EFLA, Gated EFLA, DeltaNet, Gated DeltaNet and Mamba-2; the derivation is in kernels/README.md."""
+"""Ops of EFLA, Gated EFLA, DeltaNet, Gated DeltaNet and Mamba-2; the derivation is in delta_rule/README.md."""
 
 from importlib.util import find_spec
 from types import SimpleNamespace

@@ -1,11 +1,13 @@
-"""The delta rule: EFLA, Gated EFLA, DeltaNet and Gated DeltaNet, from one family of kernels.
+"""The delta rule: EFLA, Gated EFLA, DeltaNet and Gated DeltaNet, from one family of kernels; README.md derives it.
 
 coefficients.py       erase and write coefficients of every rule, their limits and gradients
 reference.py          token-by-token recurrence, the definition
 chunked.py            the same in chunks of C tokens, in PyTorch: the backend "torch"
 ops.py                public ops: check inputs, compute coefficients, call a backend
-triton_op.py          the kernels as torch.library ops: the backend "triton"
-launch.py, choices.py buffers, grids and block shapes
+triton_op.py          the kernels as one op of torch.library: the backend "triton"
+buffers.py            the op's inputs, outputs and gradients, and their allocation
+launch.py             grids and arguments of the kernels, the two passes over a split sequence
+choices.py            what follows from the shapes: block shapes, the split
 gates.py              coefficients and their gradients for tiles of registers
 solve.py              kernel 1, chunks in parallel: T, P and the gates' table
 scan.py               kernel 2, chunks in order: states and outputs

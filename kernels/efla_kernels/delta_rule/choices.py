@@ -1,6 +1,6 @@
 """What a launch of the delta rule's kernels is made of: shapes and options of the problem, block shapes, the split.
 
-No tuning at run time: the choices are a table by width and type, measured once (kernels/README.md), so that the first
+No tuning at run time: the choices are a table by width and type, measured once (docs/lab/kernels.md), so that the first
 step is quick and runs repeat.
 """
 

@@ -8,7 +8,7 @@ With dS the gradient of the state after the chunk and the other symbols of the f
 Saves dS (after each chunk) for the chunk-parallel gradients of q, k and the gates, and dR unless these take dV in its
 place (`gradient_kernel`). Where they tell dL/d ln w from dL/d ln e, rowsum(dR * V) = (dL/d ln w) / w is taken here,
 from dR in fp32: a token with a large w may be most of the gate's gradient with a sum far below |dR| |V|, which dR
-rounded to bf16 would lose (kernels/README.md, Precision).
+rounded to bf16 would lose (README.md, Numerics).
 For the same reason T^T multiplies dX rounded, and what the rounding left is added to the token's own row, where T is 1.
 P is read where it was kept, else formed again from q and k.
 """
