@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from efla_data.loader.batches import TrainLoader, ValidationLoader
@@ -24,6 +24,7 @@ from efla_lm.run.directory import RunDirectory, open_run
 from efla_lm.run.export import export_checkpoint
 from efla_lm.run.meta import CheckpointMeta
 from efla_lm.run.metrics import MetricsWriter, read_rows
+from efla_lm.run.output import lasting_output
 from efla_lm.run.progress import Progress, banner
 from efla_lm.run.save import save_checkpoint
 from efla_lm.settings import TrainSettings, entry, to_dict
@@ -59,11 +60,23 @@ class Run:
     resumed_from: Path | None
     start: CheckpointMeta  # where this launch begins
     evaluation: LiveEvaluation | None  # eval.every
+    interruption: Interruption
 
-    def save(self, step: int, skipped: int) -> Path:
-        """Write the checkpoint of `step`; all ranks call it."""
-        meta = CheckpointMeta(step, step * self.budget.batch_tokens, self.identity, skipped)
-        keep, write_config = self.settings.train.keep_checkpoints or 0, self.config.save_pretrained
+    def record(self, row: dict[str, Any], metrics: MetricsWriter) -> None:
+        """Write a row of metrics. A failed write asks the run to stop: it saves first, then raises the error."""
+        try:
+            metrics.write(row)
+        except OSError as error:
+            self.interruption.fail(error)
+
+    def save(self, step: int, verdicts: Verdicts, kept: int) -> Path:
+        """Write the checkpoint of `step`; all ranks call it. kept: the step of the checkpoint before.
+
+        Where every update since was skipped, no older checkpoint is removed: they are of a healthier time.
+        """
+        meta = CheckpointMeta(step, step * self.budget.batch_tokens, self.identity, verdicts.skipped)
+        keep = (self.settings.train.keep_checkpoints or 0) if verdicts.in_a_row < step - kept else 0
+        write_config = self.config.save_pretrained
         return save_checkpoint(self.directory.path, self.model, self.optimizer, meta, self.world, write_config, keep)
 
     def due(self, step: int) -> set[str]:
@@ -92,11 +105,11 @@ class Run:
                 batches = self.settings.train.validate_batches
                 windows = batches and batches * self.budget.windows
                 val_loss = validate(self.model, self.heldout_data, self.world, windows, agreement.check)
-                metrics.write({"step": step, "val_loss": val_loss})
+                self.record({"step": step, "val_loss": val_loss}, metrics)
                 progress.validated(step, val_loss)
             if "eval" in due and self.evaluation is not None:
                 scores = self.evaluation.run(self.model, agreement.check)
-                metrics.write({"step": step, **scores})
+                self.record({"step": step, **scores}, metrics)
                 progress.evaluated(step, scores)
             if due:
                 agreement.settle()
@@ -108,7 +121,7 @@ class Run:
 @entry("train", TrainSettings)
 def main(settings: TrainSettings) -> int:
     """Train a language model on token files; the same command with name=RUN continues a run."""
-    with Interruption() as interruption:
+    with lasting_output(), Interruption() as interruption:
         world = start(settings.train.device, settings.parallel.world_size)
         budget = plan_budget(settings.train, settings.data.context, world.size)
         mesh = build_mesh(world, settings.parallel.mode, settings.parallel.replicate, settings.parallel.shard)
@@ -129,7 +142,7 @@ def main(settings: TrainSettings) -> int:
             replicas = mesh["replicate"].size()
             run = Run(
                 settings, world, budget, directory, config, model, optimizer, replicas, passes, train_data,
-                heldout_data, data, identity, resume, begin, evaluation,
+                heldout_data, data, identity, resume, begin, evaluation, interruption,
             )  # fmt: skip
             banner("efla-lm", facts(run, backend), main=world.is_main)
             try:
@@ -186,7 +199,7 @@ def fit(run: Run, interruption: Interruption) -> tuple[bool, Path | None]:
             if done == 1 or done == last or verdicts.stop or is_due(done, train.log_every):
                 seen, speed = verdicts.settle(), meter.read()
                 row = {"step": done, "tokens": done * budget.batch_tokens, "loss": seen.loss, "lr": lr}
-                metrics.write(row | {"grad_norm": seen.grad_norm} | speed | {"skipped_steps": verdicts.skipped})
+                run.record(row | {"grad_norm": seen.grad_norm} | speed | {"skipped_steps": verdicts.skipped}, metrics)
                 progress.update(done, loss=seen.loss, lr=lr, tokens_per_second=meter.rate)
             elif verdicts.last is not None:
                 progress.update(done, loss=verdicts.last.loss, lr=lr, tokens_per_second=meter.rate, log=False)
@@ -196,10 +209,10 @@ def fit(run: Run, interruption: Interruption) -> tuple[bool, Path | None]:
                 if table := traced.after_update():
                     progress.message(table)
                 if saving or asked or done == last:
-                    saved, kept = run.save(done, verdicts.skipped), done
+                    saved, kept = run.save(done, verdicts, kept), done
                 asked = asked or not run.assess(done, due, metrics, progress, agreement)
                 if asked and kept < done:
-                    saved = run.save(done, verdicts.skipped)
+                    saved = run.save(done, verdicts, kept)
             if asked:
                 break
         if too_short := traced.close():
@@ -209,6 +222,8 @@ def fit(run: Run, interruption: Interruption) -> tuple[bool, Path | None]:
             why = f" on {interruption.reason}" if interruption.reason else ""
             hint = f"the same command with name={run.directory.name} goes on"
             progress.message(f"stopped{why} after update {done} of {budget.steps}: {saved} is saved; {hint}")
+    if interruption.error is not None:
+        raise interruption.error
     return finished, saved
 
 

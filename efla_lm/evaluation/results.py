@@ -20,6 +20,7 @@ from efla_kernels.environment import installed_version
 from rich.console import Console
 from rich.table import Table
 
+from efla_lm.errors import UserError
 from efla_lm.evaluation.columns import PAPER_COLUMNS
 
 PACKAGES = ("efla-lm", "lm_eval", "torch", "transformers", "tokenizers", "datasets")
@@ -40,8 +41,14 @@ def write(folder: Path, stem: str, result: dict[str, Any]) -> Path:
         number += 1
         path = folder / f"{base}-{number}.json"
     partial = path.with_suffix(".json.tmp")
-    partial.write_text(json.dumps(_plain(result), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    text = json.dumps(_plain(result), indent=1, allow_nan=False) + "\n"
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        reason = error.strerror or str(error)
+        raise UserError(f"{path}: the result cannot be written ({reason}); make room, or give out=FOLDER") from error
     return path
 
 

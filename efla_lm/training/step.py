@@ -91,7 +91,7 @@ class Verdicts:
         self.stop = False
         self.last: Verdict | None = None
         self._max_skipped = max_skipped
-        self._in_a_row = 0
+        self.in_a_row = 0
         self._waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def add(self, step: int, verdict: Tensor) -> None:
@@ -121,10 +121,10 @@ class Verdicts:
         self.last = Verdict(step, loss, norm, skipped > 0, wishes > 0)
         self.stop |= self.last.stop
         self.skipped += self.last.skipped
-        self._in_a_row = self._in_a_row + 1 if self.last.skipped else 0
-        if self._in_a_row >= self._max_skipped:
+        self.in_a_row = self.in_a_row + 1 if self.last.skipped else 0
+        if self.in_a_row >= self._max_skipped:
             raise UserError(
-                f"{self._in_a_row} updates in a row were not finite, the last one at step {step} (loss {loss}, "
+                f"{self.in_a_row} updates in a row were not finite, the last one at step {step} (loss {loss}, "
                 f"gradient norm {norm}); the weights are as before them. Continue from a checkpoint with a lower "
                 "schedule.peak or train.clip_norm, or raise train.max_skipped_steps"
             )
