@@ -11,6 +11,7 @@ from efla_kernels.environment import commit
 
 from efla_lm.evaluation import checkpoints, hub, results
 from efla_lm.evaluation.settings import EvalSettings
+from efla_lm.run.output import lasting_output
 from efla_lm.settings import check_output, entry, to_dict
 
 
@@ -80,9 +81,10 @@ def main(settings: EvalSettings) -> int:
             "total_seconds": round(time.time() - started, 3),
             "settings": to_dict(settings),
         }
-        path = results.write(out_folder(settings, checkpoint), f"{settings.tasks.name}-{checkpoint.label}", found)
         limited = f", first {settings.limit} documents" if settings.limit else ""
-        results.print_table(found, f"{settings.tasks.name} on {checkpoint.location}{limited}")
+        with lasting_output():  # the table first, whatever becomes of the disk; the file then, whoever reads the table
+            results.print_table(found, f"{settings.tasks.name} on {checkpoint.location}{limited}")
+        path = results.write(out_folder(settings, checkpoint), f"{settings.tasks.name}-{checkpoint.label}", found)
         print(f"result: {path}")
         for reason in describe_missing(missing):
             print(f"error: {reason}", file=sys.stderr)

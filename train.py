@@ -17,6 +17,7 @@ from efla_lm.run.directory import RunDirectory, open_run
 from efla_lm.run.export import export_checkpoint
 from efla_lm.run.log import RunLog
 from efla_lm.run.metrics import read_rows
+from efla_lm.run.output import lasting_output
 from efla_lm.run.progress import banner
 from efla_lm.run.resume import find_resume, keep_tokenizer
 from efla_lm.settings import TrainSettings, entry
@@ -49,7 +50,7 @@ class Run:
 @entry("train", TrainSettings)
 def main(settings: TrainSettings) -> int:
     """Train a language model on token files; the same command with name=RUN continues a run."""
-    with Interruption() as interruption, leaving_process_group():
+    with lasting_output(), Interruption() as interruption, leaving_process_group():
         setup = set_up(settings)
         world = setup.world
         named = Path(settings.runs_dir) / settings.name if settings.name else None
@@ -90,7 +91,7 @@ def fit(run: Run, interruption: Interruption) -> tuple[bool, Path | None]:
         world, plan.steps, setup.heldout, train.validate_every, max_sequences, run.evaluate, settings.eval.every,
         Agreement(interruption, world),
     )  # fmt: skip
-    with RunLog(run.directory, settings, world, plan.steps, done) as log:
+    with RunLog(run.directory, settings, world, plan.steps, done, interruption.fail) as log:
         with meter.paused():
             stopping = not validation.run(trainer.model, done, run.skipped_validation(validation), log.measured)
         for step in range(done, done if stopping else last):
@@ -115,10 +116,10 @@ def fit(run: Run, interruption: Interruption) -> tuple[bool, Path | None]:
                 if table := profile.after_step():
                     log.message(table)
                 if saving or stopping:
-                    saved, saved_step = trainer.save(folder, done, train.keep_checkpoints), done
+                    saved, saved_step = trainer.save(folder, done, train.keep_checkpoints, saved_step), done
                 stopping = stopping or not validation.run(trainer.model, done, due, log.measured)
                 if stopping and saved_step < done:
-                    saved = trainer.save(folder, done, train.keep_checkpoints)
+                    saved = trainer.save(folder, done, train.keep_checkpoints, saved_step)
             if stopping:
                 break
         if too_short := profile.close():
@@ -128,6 +129,8 @@ def fit(run: Run, interruption: Interruption) -> tuple[bool, Path | None]:
             reason = f" on {interruption.reason}" if interruption.reason else ""
             hint = f"the same command with name={run.directory.name} continues the run"
             log.message(f"stopped{reason} after step {done} of {plan.steps}: {saved} is saved; {hint}")
+    if interruption.error is not None:
+        raise interruption.error
     return finished, saved
 
 

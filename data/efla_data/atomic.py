@@ -9,11 +9,15 @@ from pathlib import Path
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file: under another name, flushed to disk, then renamed. Its folder must exist."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with naming(path), open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with naming(path), open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from efla_kernels.environment import installed_version
 from rich.console import Console
 from rich.table import Table
 
+from efla_lm.errors import UserError
 from efla_lm.evaluation.columns import PAPER_COLUMNS
 
 PACKAGES = ("efla-lm", "lm_eval", "torch", "transformers", "tokenizers", "datasets")
@@ -39,7 +40,11 @@ def write(folder: Path, stem: str, result: dict[str, Any]) -> Path:
     while path.exists():
         number += 1
         path = folder / f"{base}-{number}.json"
-    write_atomically(path, json.dumps(_plain(result), indent=1, allow_nan=False) + "\n")
+    try:
+        write_atomically(path, json.dumps(_plain(result), indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"{path}: the result cannot be written ({reason}); make room, or give out=FOLDER") from error
     return path
 
 

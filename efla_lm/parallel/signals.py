@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask the run to stop. The loop saves and leaves at the end of the current step.
+"""Ctrl-C, SIGTERM and SIGHUP ask the run to stop. The loop saves and leaves at the end of the current step.
 
 One rank alone may get the signal, so it cannot act on it alone. `Interruption.requested` is part of the all-reduce of
 each step (`efla_lm.training.step`), so that all ranks leave after the same step. During a validation, which has no
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from efla_lm.parallel.distributed import World
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Interruption:
@@ -24,12 +24,14 @@ class Interruption:
 
     def __init__(self) -> None:
         self.requested = False
-        self.reason = ""  # SIGTERM or SIGINT, on the ranks that got it
+        self.reason = ""  # the signal's name, or a failed write, on the ranks that got it
+        self.error: OSError | None = None  # the failed write
         self._handlers: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Interruption:
         for number in SIGNALS:
-            self._handlers[number] = signal.signal(number, self._note)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                self._handlers[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
@@ -37,6 +39,10 @@ class Interruption:
     ) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def fail(self, error: OSError) -> None:
+        """Ask to stop because a file of the run cannot be written; the run saves, and then raises the error."""
+        self.requested, self.reason, self.error = True, "a failed write", self.error or error
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:

@@ -5,12 +5,15 @@ One process reads the checkpoint; nothing is collective, so nothing can wait for
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers.utils import logging
 
 from efla_lm.errors import UserError
@@ -57,6 +60,28 @@ def export_checkpoint(step_dir: Path, out: Path, verified: bool = False) -> Path
     return out
 
 
+def _remove_left_overs(out: Path) -> None:
+    """Remove what exports left that were killed; an older export that one of them had put aside comes back."""
+    for path in out.parent.glob(f"{out.name}.*"):
+        match = re.fullmatch(r"\.(\d+)\.(tmp|old)", path.name.removeprefix(out.name))
+        if match is None or _runs(int(match[1])):
+            continue
+        if match[2] == "old" and not out.exists():
+            path.rename(out)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
     """A folder to fill, which becomes `out` once the block is done, in place of an older export.
@@ -65,10 +90,18 @@ def whole_folder(out: Path) -> Iterator[Path]:
     """
     if out.exists() and not (out / "config.json").is_file() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: holds something else than an export; choose another folder")
+    _remove_left_overs(out)
     partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     partial.mkdir(parents=True)
     try:
-        yield partial
+        try:
+            yield partial
+        except SafetensorError as error:  # of the disk: it says nothing of the file
+            raise UserError(f"{out}: not written, its weights cannot be stored there ({error}); make room") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+            raise UserError(f"{out}: not written ({error.strerror}); make room, or choose another folder") from error
         if out.exists():
             os.rename(out, partial.with_suffix(".old"))
         os.rename(partial, out)

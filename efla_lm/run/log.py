@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from efla_data.loader.batches import Batch
 
@@ -19,17 +19,25 @@ Row = Mapping[str, int | float | None]
 class RunLog:
     """A context manager. All ranks have one; the main process writes.
 
-    steps: of the whole run. resumed_step: the step where this launch begins.
+    steps: of the whole run. resumed_step: the step where this launch begins. on_failure: is called with the error where
+    metrics.jsonl cannot be written.
     """
 
     def __init__(
-        self, directory: RunDirectory, settings: TrainSettings, world: World, steps: int, resumed_step: int
+        self,
+        directory: RunDirectory,
+        settings: TrainSettings,
+        world: World,
+        steps: int,
+        resumed_step: int,
+        on_failure: Callable[[OSError], None],
     ) -> None:
         log_batches, path = settings.train.log_batches, directory.path / "batches.jsonl"
         self._batches = BatchLog(path, world, resumed_step) if log_batches else None
         config = to_dict(settings)
         self._metrics = MetricsWriter(directory, settings.logger, resumed_step=resumed_step, config=config)
         self._progress = Progress(steps, start_step=resumed_step, main=world.is_main)
+        self._on_failure = on_failure
         self.message = self._progress.message
 
     def __enter__(self) -> RunLog:
@@ -51,10 +59,16 @@ class RunLog:
 
     def row(self, row: Row, rate: float | None) -> None:
         """Write and show the row of a step."""
-        self._metrics.write(row)
+        self._write(row)
         self._progress.update(row["step"], loss=row["loss"], lr=row["lr"], tokens_per_second=rate)  # type: ignore
 
     def measured(self, step: int, row: Row) -> None:
         """Write and show a validation loss or metrics of tasks."""
-        self._metrics.write({"step": step, **row})
+        self._write({"step": step, **row})
         self._progress.measured(step, row)
+
+    def _write(self, row: Row) -> None:
+        try:
+            self._metrics.write(row)
+        except OSError as error:
+            self._on_failure(error)

@@ -7,8 +7,9 @@ because the run writes them again, and so is a line that a crash cut short. NaN 
 import json
 import math
 import os
+import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +54,26 @@ class MetricsWriter:
             written = os.write(self._file, line)
             while written < len(line):  # a nearly full disk takes part of a line; the next write raises
                 written += os.write(self._file, line[written:])
-        for tracker in self._trackers:
-            tracker.write(clean)
+        for tracker in list(self._trackers):
+            self._attempt(tracker, lambda tracker=tracker: tracker.write(clean))  # type: ignore[misc]
 
     def close(self) -> None:
         """Close the file and the trackers. May be called more than once."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        while self._trackers:
-            self._trackers.pop().close()
+        for tracker in list(self._trackers):
+            self._attempt(tracker, tracker.close)
+        self._trackers = []
+
+    def _attempt(self, tracker: "_Tensorboard | _Wandb", act: Callable[[], None]) -> None:
+        """A tracker that fails is left out from then on: the run and its metrics.jsonl do not depend on it."""
+        try:
+            act()
+        except Exception as error:  # of a network, a disk or the tracker itself
+            self._trackers.remove(tracker)
+            name = type(tracker).__name__.removeprefix("_").lower()
+            print(f"warning: {name} failed and gets no more rows ({type(error).__name__}: {error})", file=sys.stderr)
 
     def __enter__(self) -> "MetricsWriter":
         return self

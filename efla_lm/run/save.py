@@ -83,6 +83,8 @@ def save_checkpoint(
         shards = _sums_of_shards(partial, world)
         world.on_main(lambda: complete(shards))
     except (CheckpointException, OSError, RuntimeError) as error:
+        if any(isinstance(cause, KeyboardInterrupt) for cause in _causes(error)):
+            raise KeyboardInterrupt from None  # the second Ctrl-C, which torch wraps
         if not world.is_main:
             raise SystemExit(1) from None  # rank 0 tells why
         full = any(_says_no_space(cause) for cause in _causes(error))

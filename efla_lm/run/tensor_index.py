@@ -108,6 +108,8 @@ def read_into(tensors: dict[str, Any], step_dir: Path, process_group: ProcessGro
         try:
             dcp.load(tensors, storage_reader=reader, process_group=process_group, no_dist=process_group is None)
         except CheckpointException as error:
+            if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
+                raise KeyboardInterrupt from None
             kinds = ", ".join(sorted({type(cause).__name__ for cause, _ in error.failures.values()}))
             raise UserError(f"damaged checkpoint: {step_dir}: its tensors cannot be read ({kinds})") from error
 

@@ -90,7 +90,7 @@ class StepResults:
         self.stop = False
         self.last: StepResult | None = None
         self._max_skipped = max_skipped
-        self._in_a_row = 0
+        self.in_a_row = 0
         self._waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def add(self, step: int, result: Tensor) -> None:
@@ -121,15 +121,15 @@ class StepResults:
         self.last = StepResult(step, math.nan if no_targets else loss, norm, skipped > 0, stops > 0)
         self.stop |= self.last.stop
         self.skipped += self.last.skipped
-        self._in_a_row = self._in_a_row + 1 if self.last.skipped else 0
-        if self._in_a_row >= self._max_skipped:
+        self.in_a_row = self.in_a_row + 1 if self.last.skipped else 0
+        if self.in_a_row >= self._max_skipped:
             if no_targets:
                 raise UserError(
-                    f"{self._in_a_row} steps in a row were skipped, and the batch of the last one, step {step}, has no "
+                    f"{self.in_a_row} steps in a row were skipped, and the batch of the last one, step {step}, has no "
                     "targets: check the data, or raise train.max_skipped_steps"
                 )
             raise UserError(
-                f"{self._in_a_row} steps in a row were not finite, the last one at step {step} (loss {loss}, "
+                f"{self.in_a_row} steps in a row were not finite, the last one at step {step} (loss {loss}, "
                 f"gradient norm {norm}); the weights are as before them. Continue from a checkpoint with a lower "
                 "schedule.peak or train.clip_norm, or raise train.max_skipped_steps"
             )

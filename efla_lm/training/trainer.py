@@ -127,8 +127,13 @@ class Trainer:
         self.results.skipped = meta.skipped_steps
         return meta.step
 
-    def save(self, run_dir: Path, step: int, keep: int | None) -> Path:
-        """Write the checkpoint of `step` and return its folder; all ranks call it. keep: how many stay; None: all."""
+    def save(self, run_dir: Path, step: int, keep: int | None, previous: int) -> Path:
+        """Write the checkpoint of `step` and return its folder; all ranks call it. keep: how many stay; None: all.
+
+        previous: the step of the last checkpoint. If every step since was skipped, all older checkpoints stay: the last
+        good one must not go while a run is not finite.
+        """
+        keep = keep if self.results.in_a_row < step - previous else None
         setup = self.setup
         meta = CheckpointMeta(step, step * setup.plan.batch_tokens, setup.identity, self.results.skipped)
         write_config = setup.config.save_pretrained
