@@ -1,6 +1,6 @@
-"""Which evaluation examples stand in a corpus: `python -m scripts.contamination data=NAME tasks=[FOLDER]`.
+"""Which evaluation examples a corpus contains: `python -m scripts.contamination data=NAME tasks=[FOLDER]`.
 
-Compares n-grams of words (13 by default) of task files with the documents of token files that are there. Writes
+Compares n-grams of words (13 by default) of task files with the documents of existing token files. Writes
 OUT.json and OUT.txt and prints the table.
 """
 
@@ -22,7 +22,7 @@ from efla_lm.settings import PATH, DataSettings, check_output, entry, key
 
 @dataclass
 class ContaminationSettings:
-    """What is compared with what."""
+    """The task files, the token files, and how to compare them."""
 
     tasks: list[str] = key([], "files, folders or globs of examples (JSON lines, parquet, text)", path=PATH)
     n: int = key(13, "words of an n-gram")
@@ -33,7 +33,7 @@ class ContaminationSettings:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report in words: a line for each task, the first touched examples under it."""
+    """The report as text: a line for each task, followed by its first touched examples."""
     corpus = report["corpus"]
     lines = [
         f"{corpus['folder']} ({corpus['split']}, fingerprint {corpus['fingerprint'][:12]}): "

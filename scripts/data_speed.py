@@ -80,7 +80,7 @@ FIGURES = ("processor_seconds", "seconds", "peak_gib", "tokens")
 
 @dataclass
 class DataSpeedSettings:
-    """What is measured on what."""
+    """What to measure, and on which corpus."""
 
     compare: bool = key(True, "also run datasets.map")
     readers: int = key(2, "processes that read batches at once")
@@ -90,7 +90,7 @@ class DataSpeedSettings:
     data: DataSettings = field(default_factory=DataSettings)
 
     def validate(self) -> None:
-        """Raise UserError for values that nothing can be measured with."""
+        """Check values. Raises UserError."""
         for name in ("readers", "micro_batch"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}: expected at least 1")

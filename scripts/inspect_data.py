@@ -25,7 +25,7 @@ class InspectSettings:
     data: DataSettings = field(default_factory=DataSettings)
 
     def validate(self) -> None:
-        """Raise UserError for counts of nothing."""
+        """Check values. Raises UserError."""
         for name in ("count", "characters"):
             value = getattr(self, name)
             if value is not None and value < 1:

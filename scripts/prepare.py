@@ -1,6 +1,6 @@
 """Text to token files: `python -m scripts.prepare data=NAME [data.sources=[...] data.tokenizer=... processes=N]`.
 
-The work is done by `efla_data.corpus.prepare`; this is its command line. A run that was stopped goes on where it was.
+The work is done by `efla_data.corpus.prepare`; this is its command line. A stopped run continues where it was.
 """
 
 import sys
@@ -32,7 +32,7 @@ class Line:
         self._last = time.monotonic()
 
     def show(self, progress: Progress) -> None:
-        """Print a moment of the run, with an estimate of the time left."""
+        """Print the progress, with an estimate of the time left."""
         now = time.monotonic()
         if not self._terminal and now - self._last < 10:
             return

@@ -72,7 +72,7 @@ def _section(settings_class: type, prefix: str, seen: dict[type, str], call: str
     keys = {name: info for name, info in list_keys(settings_class).items() if "." not in name}
     if base := next((kind for kind in settings_class.__mro__[1:] if kind in seen and not prefix), None):
         lines = [f"All keys of `{seen[base]}`, and:", ""]
-        keys = {name: info for name, info in keys.items() if name not in base.__dataclass_fields__}
+        keys = {name: info for name, info in keys.items() if name not in list_keys(base)}
         sections = {}
     else:
         lines = [f"### `{prefix}`", "", inspect.cleandoc(settings_class.__doc__ or ""), ""] if prefix else []

@@ -1,4 +1,4 @@
-"""Put the token files of finished chunks together into the shards of each split, and write the manifest."""
+"""Concatenate the token files of finished chunks into the shards of each split, and write the manifest."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from efla_data.corpus.writer import ShardWriter
 from efla_data.errors import DataError
 from efla_data.loader.token_file import INDEX_DTYPE, token_dtype
 
-COPIED_TOKENS = 1 << 22  # at a time, but always a whole document
-SHARD_TOKENS = 1 << 31  # a shard ends with the chunk that brings it to so many: at 2 bytes each about 4 GiB
+COPIED_TOKENS = 1 << 22  # copied at a time, but always whole documents
+SHARD_TOKENS = 1 << 31  # a shard ends with the chunk that reaches this: about 4 GiB at 2 bytes each
 
 
 def assemble(
@@ -34,9 +34,7 @@ def assemble(
     selection: Selection | None = None,
 ) -> Manifest:
     """Write `OUT/{train,heldout}-00000.{bin,idx}`, further shards and `OUT/manifest.json` from the chunks in `results`,
-    in their order; of their documents those that `selection` keeps.
-
-    DataError when a split that was asked for holds no document.
+    in order, with the documents that `selection` keeps. DataError if a requested split has no document.
     """
     pieces = [entry for index in sorted(results) for entry in results[index].pieces]
     skipped, examples = _skipped(pieces)
@@ -77,7 +75,7 @@ def _write_shards(
     results: dict[int, ChunkResult],
     selection: Selection | None,
 ) -> list[Shard]:
-    """The chunks' documents of one split, end to end, in files of about SHARD_TOKENS."""
+    """Write the documents of one split to files of about SHARD_TOKENS."""
     left = deque(
         index
         for index in sorted(results)
@@ -102,7 +100,7 @@ def _append(
     result: ChunkResult,
     selection: Selection | None,
 ) -> None:
-    """Copy one chunk's documents behind what the writer has, some at a time."""
+    """Append one chunk's documents to the writer, some at a time."""
     prefix = f"{chunk_prefix(folder, index)}.{split}"
     tokens = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
     ends = np.fromfile(f"{prefix}.idx", dtype=INDEX_DTYPE).astype(np.int64)
@@ -125,7 +123,7 @@ def _append(
 def _left_out(
     recipe: Recipe, pieces: list[dict[str, Any]], splits: dict[str, Split], selection: Selection
 ) -> Counter[str]:
-    """Usable documents that do not stay: duplicates, and what the budget left out (read in a sample or not)."""
+    """Usable documents that were dropped: duplicates, and those beyond the budget or outside the sample."""
     usable, kept = sum(piece["documents"] for piece in pieces), sum(split.documents for split in splits.values())
     counts = Counter({"duplicate": selection.duplicates()})
     counts["not_sampled" if recipe.sample == "documents" else "over_budget"] = usable - kept - counts["duplicate"]
@@ -133,7 +131,7 @@ def _left_out(
 
 
 def _skipped(pieces: list[dict[str, Any]]) -> tuple[Counter[str], list[dict[str, Any]]]:
-    """Counts over all pieces, and the first examples with their record number counted from the start of the source."""
+    """Counts over all pieces, and the first examples; record numbers count from the start of the source."""
     skipped: Counter[str] = Counter()
     examples: list[dict[str, Any]] = []
     before: Counter[str] = Counter()  # records of earlier pieces of the same source
@@ -146,7 +144,7 @@ def _skipped(pieces: list[dict[str, Any]]) -> tuple[Counter[str], list[dict[str,
 
 
 def _sources(chunks: list[list[Piece]], pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One line per source in reading order; those that `max_tokens` left unread have no hash and 0 documents."""
+    """One line per source in reading order; sources that `max_tokens` left unread have no hash and 0 documents."""
     lines: dict[tuple[str, bool], dict[str, Any]] = {}
     for piece in (piece for chunk in chunks for piece in chunk):
         line = lines.setdefault(

@@ -1,9 +1,9 @@
-"""Text to ids: those of the tokenizer without its template, several times as fast where that is provably the same.
+"""Text to ids, as the tokenizer gives them without its template, several times as fast where that is provably equal.
 
-Special tokens spelt out in the text (a literal `</s>`) are encoded as the characters they are, so that the only EOS
-of a document is the one that `prepare` appends.
+A special token written in the text (a literal `</s>`) is encoded as characters, so that the only EOS of a document is
+the one that `prepare` appends.
 
-The quick way cuts a text into words and remembers the ids of each word. It is taken for two kinds of BPE:
+The quick way cuts a text into words and caches the ids of each word. Two kinds of BPE allow it:
 
 * SentencePiece style: one U+2581 is put in front, " " becomes U+2581, nothing is cut before the merges. A merge across
   a place between two characters makes an entry of the vocabulary that holds them side by side. So if no entry holds
@@ -12,8 +12,8 @@ The quick way cuts a text into words and remembers the ids of each word. It is t
 * GPT-2 style: byte-level with GPT-2's pattern, none of whose alternatives holds white space after a non-space; so it
   always cuts there itself.
 
-Any other tokenizer gets whole documents. What is longer than LONGEST characters (a document on the slow way, a word
-on the quick way) is cut, at white space if there is any, to bound memory: 130 bytes per character in the library.
+Any other tokenizer gets whole documents. Stretches longer than LONGEST characters (of a document on the slow way, of a
+word on the quick way) are cut, at white space if possible, to bound memory: the library takes 130 bytes per character.
 The ids at such a cut may differ from those of the uncut text.
 """
 
@@ -51,7 +51,7 @@ class TextEncoder:
     """`encode(text)` -> ids of one document, BOS (by switch) and EOS included, in the dtype of the token file."""
 
     def __init__(self, backend: Tokenizer, info: TokenizerInfo, quick: bool = True) -> None:
-        # A copy: the switches below belong to this use of the tokenizer, not to the one that is kept.
+        # A copy: the switches below must not reach the tokenizer that is saved.
         self.backend = _plain(backend.to_str())
         self.info, self.dtype = info, token_dtype(info.vocab_size)
         self._before = np.array([info.bos_id] if info.add_bos else [], dtype=self.dtype)
@@ -61,7 +61,7 @@ class TextEncoder:
         self._refuse_literal_specials()
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of one document. DataError should the text itself yield EOS."""
+        """Ids of one document. DataError if the text itself yields EOS."""
         pieces: list[np.ndarray] = []
         if self.quick is None or self._memo is None:
             pieces = [_call(self.backend, piece, self.dtype) for piece in _cuts(text)]
@@ -86,7 +86,7 @@ class TextEncoder:
 
 
 class _Memo(dict[str, bytes]):
-    """word -> ids, computed when first asked for. When full, it becomes the old generation, from which words return."""
+    """word -> ids, computed on first use. When full, it becomes the old generation; reused words return."""
 
     def __init__(self, backend: Tokenizer, dtype: np.dtype) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def _call(backend: Tokenizer, text: str, dtype: np.dtype) -> np.ndarray:
 
 
 def quick_way(backend: Tokenizer) -> QuickWay | None:
-    """How to encode word by word with the ids of the whole text (the module says why); None where that is not sure."""
+    """How to encode word by word with the ids of the whole text (see the module); None if that is not proven."""
     rules: dict[str, Any] = json.loads(backend.to_str())
     model = rules["model"]
     plain_bpe = (
@@ -141,7 +141,7 @@ def quick_way(backend: Tokenizer) -> QuickWay | None:
         {"type": "Replace", "pattern": {"String": " "}, "content": METASPACE},
     ]
     style = pre_tokenizer is None and normalizer == {"type": "Sequence", "normalizers": steps}
-    if style and not model.get("ignore_merges"):  # else an entry equal to a word of ours would be taken whole
+    if style and not model.get("ignore_merges"):  # else an entry equal to a whole word would be used as it is
         vocabulary = model["vocab"]
         if METASPACE not in vocabulary or any(re.search(f"[^{METASPACE}]{METASPACE}", entry) for entry in vocabulary):
             return None
@@ -154,14 +154,14 @@ def quick_way(backend: Tokenizer) -> QuickWay | None:
 
 
 def _spells_line_feed(model: dict[str, Any]) -> bool:
-    """Whether a line feed always becomes the token of its byte, which no merge takes up."""
+    """Whether a line feed always becomes the token of its byte, which no merge uses."""
     spelt = "<0x0A>"
     inside = any("\n" in entry or (spelt in entry and entry != spelt) for entry in model["vocab"])
     return bool(model.get("byte_fallback")) and spelt in model["vocab"] and not inside
 
 
 def _cuts(text: str) -> Iterator[str]:
-    """The text in stretches of at most LONGEST characters, cut before white space where there is some."""
+    """The text in stretches of at most LONGEST characters, cut before white space if possible."""
     start = 0
     while len(text) - start > LONGEST:
         stop = start + LONGEST

@@ -15,12 +15,12 @@ import re
 import numpy as np
 
 WORDS = re.compile(r"[^\W_]+")
-P = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no word is lost on its way
+P = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplication is invertible
 MEMO = 1 << 18  # words whose hashes are remembered
 
 
 class _Hashes(dict[str, int]):
-    """word -> hash, computed when first asked for; forgotten all at once when full."""
+    """word -> hash, computed on first use; cleared when full."""
 
     def __missing__(self, word: str) -> int:
         if len(self) >= MEMO:

@@ -1,13 +1,13 @@
-"""Text to token files: plan, tokenise chunk by chunk, put together, rename.
+"""Text to token files: plan chunks, tokenise them, concatenate, rename.
 
-    OUT.partial/plan.json            what is asked for: recipe, chunks with sizes and times of their files
-    OUT.partial/tokenizer/           found, or trained on the training documents; tokenizer_info.json says more
+    OUT.partial/plan.json            the recipe, and the chunks with sizes and times of their files
+    OUT.partial/tokenizer/           the tokenizer, and tokenizer_info.json
     OUT.partial/chunks/000000.*       token files of each finished chunk
-    OUT.partial/files/               the result, in the making
+    OUT.partial/files/               the result while it is written
     OUT/                             the result
 
-The same sources, tokenizer and recipe give the same bytes, whatever the number of processes. A run that was killed
-goes on where it stopped: an OUT.partial of the same plan is taken over, one of another plan is begun anew.
+The same sources, tokenizer and recipe give the same bytes for any number of processes. After a kill, the next run of
+the same plan continues from the finished chunks in OUT.partial; a run of another plan starts anew.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def prepare(
     recipe.check()
     if not recipe.sources:
         raise DataError("data.sources is empty: give files, globs, folders, hub:NAME or builtin:pydoc")
-    out = Path(out_dir).resolve()  # a link names the disk that is meant; the link itself stays
+    out = Path(out_dir).resolve()  # follow a link to another disk; the link itself stays
     existing = None if overwrite else _existing(out, recipe)
     if existing is not None:
         return existing
@@ -76,9 +76,9 @@ def prepare(
     _refuse_foreign(out)
     partial = out.with_name(out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
-    with _locked(partial), _room(partial):
-        _enter_plan(partial, recipe, chunks)
-        info = _enter_tokenizer(partial, recipe, chunks)
+    with _locked(partial), _full_disk_named(partial):
+        _keep_plan(partial, recipe, chunks)
+        info = _keep_tokenizer(partial, recipe, chunks)
         results, selection = tokenise(partial, recipe, chunks, processes or available_cores(), show)
         files = partial / "files"
         shutil.rmtree(files, ignore_errors=True)
@@ -98,15 +98,15 @@ def available_cores() -> int:
 
 
 def _existing(out: Path, recipe: Recipe) -> Manifest | None:
-    """The manifest of `out` if it holds what is asked for; None if it holds nothing; DataError if something else.
+    """The manifest of `out` if this recipe made it; None if there is none; DataError if another one did.
 
-    Local sources are compared by size and time, then hash. Hub data sets are not asked for again: no network is needed.
+    Local sources are compared by size and time, then hash. Hub data sets are not looked up: no network is needed.
     """
     if not (out / FILE_NAME).is_file():
         return None
     advice = "set overwrite=true to replace it, or another data.dir"
     manifest = load_manifest(out)
-    defaults = Recipe([]).to_dict()  # of choices that came after these files were made
+    defaults = Recipe([]).to_dict()  # for keys that older manifests do not have
     for key, value in recipe.to_dict().items():
         was = manifest.recipe.get(key, defaults[key])
         if was != value:
@@ -144,7 +144,7 @@ def _files(chunks: list[list[Piece]]) -> dict[tuple[str, bool], tuple[int, int]]
 
 
 def _unchanged(line: dict[str, Any], size: int, mtime_ns: int) -> bool:
-    """Whether a source is what the manifest saw: same size, and same time or (a copy) same hash."""
+    """Whether a source is unchanged: same size, and same time or (for a copy) same hash."""
     if line["path"].startswith("builtin:"):
         return line["sha256"] == hashlib.sha256("\0".join(pydoc_topics()).encode()).hexdigest()
     if line["bytes"] != size:
@@ -159,9 +159,9 @@ def _refuse_foreign(out: Path) -> None:
 
 @contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """One `prepare` at a time per folder; the lock goes with the process, however it ends.
+    """Allow one `prepare` at a time per folder. The lock ends with the process.
 
-    Workers that outlive it for a moment are waited for: what they write would be mixed with what is written now.
+    Wait for workers of an earlier run that is already dead: they would write to the same chunks.
     """
     with open(partial / LOCK, "w") as handle, open(partial / WORKERS_LOCK, "w") as workers:
         try:
@@ -174,7 +174,7 @@ def _locked(partial: Path) -> Iterator[None]:
 
 
 def _wait_for_lock(handle: IO[str]) -> None:
-    """Until workers of a run that was killed have noticed; BlockingIOError if they do not."""
+    """Wait until the workers of a killed run have ended. BlockingIOError if they do not."""
     until = time.monotonic() + WORKERS_WAIT
     while True:
         try:
@@ -187,21 +187,21 @@ def _wait_for_lock(handle: IO[str]) -> None:
 
 
 @contextmanager
-def _room(partial: Path) -> Iterator[None]:
-    """A full disk becomes a DataError that says where, and that nothing is lost."""
+def _full_disk_named(partial: Path) -> Iterator[None]:
+    """Turn a full disk into a DataError that names the folder and says how to continue."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise DataError(
-            f"no space left on the disk of {partial}, where token files lie twice while they are put together; free "
-            "some, or name a data.dir with more, and run the command again: it goes on from the finished parts"
+            f"no space left on the disk of {partial}, which holds the token files twice for a while; free "
+            "some, or name a data.dir with more, and run the command again: it continues from the finished parts"
         ) from error
 
 
-def _enter_plan(partial: Path, recipe: Recipe, chunks: list[list[Piece]]) -> None:
-    """Take over what an earlier run of the same plan left, or begin anew."""
+def _keep_plan(partial: Path, recipe: Recipe, chunks: list[list[Piece]]) -> None:
+    """Keep what an earlier run of the same plan left, or clear the folder."""
     plan = {
         "version": PLAN_VERSION,
         "recipe": recipe.to_dict(),
@@ -221,12 +221,12 @@ def _enter_plan(partial: Path, recipe: Recipe, chunks: list[list[Piece]]) -> Non
         _write(path, content)
     (partial / "chunks").mkdir(exist_ok=True)
     for item in (partial / "chunks").iterdir():
-        if item.name.split(".")[1].isdigit():  # NUMBER.PROCESS.*: what a killed worker was writing
+        if item.name.split(".")[1].isdigit():  # NUMBER.PROCESS.*: a killed worker was writing it
             item.unlink()
 
 
-def _enter_tokenizer(partial: Path, recipe: Recipe, chunks: list[list[Piece]]) -> TokenizerInfo:
-    """The tokenizer kept in OUT.partial: an earlier run's, else found or trained now."""
+def _keep_tokenizer(partial: Path, recipe: Recipe, chunks: list[list[Piece]]) -> TokenizerInfo:
+    """The tokenizer in OUT.partial: from an earlier run, else loaded or trained now."""
     if (partial / INFO).is_file():
         return TokenizerInfo(**json.loads((partial / INFO).read_text(encoding="utf-8")))
     if recipe.tokenizer == "train":
@@ -240,7 +240,7 @@ def _enter_tokenizer(partial: Path, recipe: Recipe, chunks: list[list[Piece]]) -
 
 
 def _training_texts(recipe: Recipe, chunks: list[list[Piece]]) -> Iterator[str]:
-    """Training documents (never a held-out one) from the beginning of the corpus, TRAINING_BYTES of them."""
+    """The first TRAINING_BYTES of training documents, without held-out ones."""
     size = 0
     for piece in (piece for chunk in chunks for piece in chunk if not piece.heldout):
         for text, encoded in read_documents(piece, recipe.text_field, Tally()):
@@ -258,7 +258,7 @@ def _write(path: Path, content: str) -> None:
 
 
 def _replace(files: Path, out: Path) -> None:
-    """Give the finished folder its name; what had the name before is removed only then."""
+    """Rename the finished folder to `out`, then remove the folder that had this name."""
     old = out.with_name(f"{out.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists() and any(out.iterdir()):

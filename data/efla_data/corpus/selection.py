@@ -1,15 +1,15 @@
-"""Which of the documents that were read stay: without duplicates, as a sample of the whole, down to a token budget.
+"""Choose the documents of the corpus: remove duplicates, take a sample of the whole, keep to the token budget.
 
-Decided when all chunks are done, from what they kept of each document (`chunk.KEY_DTYPE`), in an order that depends on
-the sources alone: held-out documents first, then training ones, each in the order of the chunks. So the outcome is the
-same for any number of processes and after any interruption, and a text is held out and trained on never.
+`select` runs when all chunks are done. It reads the key of each document (`chunk.KEY_DTYPE`) in an order that depends
+on the sources alone: held-out documents first, then training ones, each in the order of the chunks. So the result is
+the same for any number of processes and after any interruption, and no text is both held out and trained on.
 
-    duplicates   of documents with equal hashes (128 bits) the first one stays
+    duplicates   the first of documents with equal hashes (128 bits) stays
     sample       documents whose hash (64 bits) is at most c; c is the smallest hash with which training reaches its
-                 budget. Documents that are held out by their hash are sampled alike, held-out sources are not
+                 budget. Documents held out by their hash are sampled too; held-out sources are not
     head         training documents up to the one that reaches the budget, held-out ones of the chunks up to it
 
-Memory is a bucket of hashes (a million or two) and one chunk's documents; a byte for each document lies in a file.
+Memory: one bucket of hashes (a million or two) and one chunk's documents. A file holds a byte for each document.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from efla_data.loader.token_file import INDEX_DTYPE
 
 Part = tuple[int, str]  # (chunk, split)
 DROPPED, KEPT, DUPLICATE = 0, 1, 2
-BUCKET = 1 << 20  # documents that one bucket of hashes holds, about
+BUCKET = 1 << 20  # documents in one bucket of hashes, about
 MOST_BUCKETS = 1 << 9
 RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("number", "<u8")])
 BIN_BITS = 16  # bins of hashes in which the tokens of a sample are counted
 
 
 class Selection:
-    """The documents of all chunks, and which of them stay. A part is one split of one chunk."""
+    """Which documents of all chunks stay. A part is one split of one chunk."""
 
     def __init__(self, folder: Path, parts: list[Part], results: dict[int, ChunkResult]) -> None:
         self.work = folder / "selection"
@@ -47,13 +47,13 @@ class Selection:
             self._first[part] = total
             total += self._counts[part]
         self.documents = total
-        with open(self.work / "keep.bin", "wb") as handle:  # written out: a full disk shows here, not in the map
+        with open(self.work / "keep.bin", "wb") as handle:  # write all bytes: a full disk fails here, not in the map
             for first in range(0, max(total, 1), BUCKET):
                 handle.write(bytes([KEPT]) * min(BUCKET, max(total, 1) - first))
         self._keep = np.memmap(self.work / "keep.bin", dtype=np.uint8, mode="r+")
 
     def mask(self, part: Part) -> np.ndarray:
-        """bool [documents of the part]: which stay."""
+        """bool [documents of the part]: True for those that stay."""
         first = self._first[part]
         return self._keep[first : first + self._counts[part]] == KEPT
 
@@ -67,37 +67,37 @@ class Selection:
         return np.diff(ends.astype(np.int64), prepend=0)
 
     def drop(self, part: Part, which: np.ndarray) -> None:
-        """Let go of the documents `which` (bool) for the budget's sake, whether they are duplicates or not."""
+        """Drop the documents `which` (bool) to keep to the budget, duplicates included."""
         first = self._first[part]
         self._keep[first : first + len(which)][which] = DROPPED
 
     def drop_duplicates(self, numbers: np.ndarray) -> None:
-        """Let go of documents by their numbers in the order of all parts."""
+        """Drop documents by their numbers in the order of all parts."""
         self._keep[numbers] = DUPLICATE
 
     def duplicates(self) -> int:
-        """Documents that do not stay for that reason alone."""
+        """Number of documents dropped as duplicates alone."""
         return sum(
             int(np.count_nonzero(self._keep[first : first + BUCKET] == DUPLICATE))
             for first in range(0, self.documents, BUCKET)
         )
 
     def train_tokens(self) -> int:
-        """Training tokens that stay."""
+        """Number of training tokens that stay."""
         return sum(int(self.lengths(part)[self.mask(part)].sum()) for part in self.parts if part[1] == "train")
 
 
 def select(
     folder: Path, recipe: Recipe, training: list[int], heldout: list[int], results: dict[int, ChunkResult]
 ) -> Selection:
-    """Decide over the finished chunks `training` and `heldout`, each in order."""
+    """Choose among the documents of the finished chunks `training` and `heldout`, each in order."""
     parts = [(chunk, "heldout") for chunk in heldout + training] + [(chunk, "train") for chunk in training]
     selection = Selection(folder, parts, results)
     if recipe.deduplicate:
         _drop_duplicates(selection)
     if recipe.sample == "documents":
         assert recipe.max_tokens is not None
-        least = min(results[chunk].below for chunk in training)  # up to here every chunk has all of its documents
+        least = min(results[chunk].below for chunk in training)  # below this hash every chunk has all its documents
         sampled = [part for part in parts if part[0] in set(training)]
         for part in sampled:
             selection.drop(part, selection.keys(part)["high"] > least - 1)
@@ -105,12 +105,12 @@ def select(
         for part in sampled:
             selection.drop(part, selection.keys(part)["high"] > bound)
     elif recipe.max_tokens is not None:
-        _drop_behind(training, selection, recipe.max_tokens)
+        _drop_after(training, selection, recipe.max_tokens)
     return selection
 
 
-def _drop_behind(training: list[int], selection: Selection, left: int) -> None:
-    """Keep training documents up to the one that brings them to `left` tokens; of chunks behind it nothing."""
+def _drop_after(training: list[int], selection: Selection, left: int) -> None:
+    """Keep training documents up to the one that reaches `left` tokens, and nothing of later chunks."""
     for chunk in training:
         lengths = selection.lengths((chunk, "train")) * selection.mask((chunk, "train"))
         if left <= 0:
@@ -120,7 +120,7 @@ def _drop_behind(training: list[int], selection: Selection, left: int) -> None:
 
 
 def _drop_duplicates(selection: Selection) -> None:
-    """Hashes are dealt into files by their first bits, then each file is sorted by itself."""
+    """Distribute hashes to files by their first bits, then sort each file."""
     bits = min(max(selection.documents // BUCKET, 1), MOST_BUCKETS).bit_length() - 1
     paths = [selection.work / f"{bucket}.bin" for bucket in range(1 << bits)]
     number = 0
@@ -146,8 +146,8 @@ def _drop_duplicates(selection: Selection) -> None:
 
 
 def _sample_bound(training: list[int], selection: Selection, budget: int) -> int:
-    """The smallest hash c such that training documents with hashes up to c hold `budget` tokens; the largest if none
-    does. First in bins of hashes, then document by document in the bin where the budget is reached."""
+    """The smallest hash c such that training documents with hashes up to c have `budget` tokens; the largest hash if
+    all together have fewer. Counts by bins of hashes first, then by document inside the bin that reaches the budget."""
 
     def documents() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         for part in ((chunk, "train") for chunk in training):

@@ -1,4 +1,4 @@
-"""What a model must beat: losses that need no model, in nats per token."""
+"""Losses that need no model, in nats per token: a trained model must be below them."""
 
 from __future__ import annotations
 

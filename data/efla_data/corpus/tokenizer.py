@@ -1,10 +1,10 @@
-"""Find, train and keep a tokenizer. What is kept gives the ids that training saw, the start token included.
+"""Load, train and save a tokenizer. The saved copy gives the ids that training saw, the start token included.
 
-A kept tokenizer is a folder of `tokenizer.json` and `tokenizer_config.json` that `AutoTokenizer.from_pretrained`
-loads as a plain fast tokenizer. The class that the source names is left behind on purpose: some classes rebuild
-their own rules on loading and give other ids than the file. So is the source's template of special tokens: the kept
-tokenizer puts BOS before a text if training did (`data.bos=true`), and otherwise neither adds nor names one, so that
-whoever loads it (lm-eval, generate) takes EOS, which stood before every document of training, as the start.
+A saved tokenizer is a folder of `tokenizer.json` and `tokenizer_config.json` that `AutoTokenizer.from_pretrained` loads
+as a plain fast tokenizer. It does not keep the class that the source names: some classes rebuild their rules on loading
+and give other ids than the file. Nor does it keep the source's template of special tokens: it puts BOS before a text if
+training did (`data.bos=true`), and otherwise neither adds nor names BOS, so that lm-eval and generate start a text with
+EOS, which precedes every document of training.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def find_tokenizer(name: str) -> LoadedTokenizer:
 
     try:
         folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=["tokenizer.json", *CONFIG_FILES]))
-    except Exception as error:  # whatever the network or the hub says, the user needs it with the key beside it
-        what = "neither a folder, nor a file, nor to be had from the hub"
+    except Exception as error:  # whatever the network or the hub reports, named with its key
+        what = "neither a folder, nor a file, nor on the hub"
         raise DataError(f"data.tokenizer: {name} is {what}: {error}") from error
     if not (folder / "tokenizer.json").is_file():
         raise DataError(f"data.tokenizer: hub repository {name} holds no tokenizer.json (a fast tokenizer)")
@@ -119,7 +119,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> LoadedTokenizer:
 
 
 def save_tokenizer(tokenizer: LoadedTokenizer, folder: Path, add_bos: bool) -> None:
-    """Keep a tokenizer for training exports and evaluation: its own call puts BOS first if `add_bos`, else nothing."""
+    """Save a tokenizer for exports and evaluation. Calling it puts BOS first if `add_bos`, else nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     special = {name: token for name, token in tokenizer.special.items() if add_bos or name != "bos_token"}
     config: dict[str, Any] = {
@@ -136,7 +136,7 @@ def save_tokenizer(tokenizer: LoadedTokenizer, folder: Path, add_bos: bool) -> N
 
 
 def _start_rule(given: dict[str, Any] | None, tokenizer: LoadedTokenizer, add_bos: bool) -> dict[str, Any] | None:
-    """The post-processor that adds BOS or nothing; of the `given` one only what concerns offsets stays."""
+    """The post-processor that adds BOS or nothing. Of the `given` one only the rule of offsets stays."""
     steps = given.get("processors", [given]) if given else []
     steps = [step for step in steps if step["type"] == "ByteLevel"]
     if add_bos:
@@ -157,18 +157,18 @@ def _start_rule(given: dict[str, Any] | None, tokenizer: LoadedTokenizer, add_bo
 
 
 def tokenizer_sha256(tokenizer: LoadedTokenizer) -> str:
-    """Hash of the rules as they were found or trained (`save_tokenizer` sets the start token of the kept copy)."""
+    """Hash of the rules as loaded or trained (`save_tokenizer` changes the start token of the copy)."""
     return hashlib.sha256(tokenizer.backend.to_str(pretty=True).encode()).hexdigest()
 
 
 def describe_tokenizer(tokenizer: LoadedTokenizer, add_bos: bool) -> TokenizerInfo:
-    """What the manifest says of a tokenizer. DataError when BOS is asked for and there is none."""
+    """The manifest's entry of a tokenizer. DataError if `add_bos` and it has no BOS."""
     backend, special = tokenizer.backend, tokenizer.special
     if add_bos and "bos_token" not in special:
         raise DataError(f"data.bos=true, but tokenizer {tokenizer.name} has no bos_token: set data.bos=false")
     bos = special.get("bos_token")
     eos_id = backend.token_to_id(special["eos_token"])
-    assert eos_id is not None  # only names that the vocabulary has are kept
+    assert eos_id is not None  # `special` holds only tokens of the vocabulary
     return TokenizerInfo(
         name=tokenizer.name,
         sha256=tokenizer_sha256(tokenizer),

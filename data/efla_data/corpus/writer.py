@@ -1,4 +1,4 @@
-"""Write token files: the stream of ids, the document ends, their hashes. For `prepare`, and for ids at hand."""
+"""Write token files: the stream of ids, the document ends, their hashes. For `prepare`, and for ids made elsewhere."""
 
 from __future__ import annotations
 
