@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import math
-
 import efla_kernels
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from efla_lm.models.layers import DT_FLOOR, DT_RANGE
+from efla_lm.models.layers import draw_A_log, draw_dt_bias
 from efla_lm.models.rules import RULES
 from scripts.stacked.modules import Draw, StackedLinear, StackedModule
 
 RECURRENT_MIXERS = tuple(name for name, rule in RULES.items() if rule.delta or name == "mamba2")
 
 
-def log_uniform_a(low: float, high: float) -> Draw:
-    """A_log with A = exp(A_log) uniform over (low, high]."""
-    return lambda shape, generator: (high - (high - low) * torch.rand(shape, generator=generator)).log()
+def draw_A(low: float, high: float) -> Draw:
+    """How A_log is drawn, with A = exp(A_log) uniform over (low, high]."""
+    return lambda shape, generator: draw_A_log(torch.Size(shape), low, high, generator)
 
 
-def inverse_softplus_dt(shape: tuple[int, ...], generator: Generator) -> Tensor:
-    """dt_bias whose softplus is log-uniform over `DT_RANGE`, as in Mamba-2 and Gated DeltaNet."""
-    low, high = (math.log(x) for x in DT_RANGE)
-    dt = (low + (high - low) * torch.rand(shape, generator=generator)).exp().clamp(min=DT_FLOOR)
-    return dt + (-torch.expm1(-dt)).log()
+def draw_dt(shape: tuple[int, ...], generator: Generator) -> Tensor:
+    """How dt_bias is drawn, as in Mamba-2 and Gated DeltaNet."""
+    return draw_dt_bias(torch.Size(shape), generator)
 
 
 class StackedGates(StackedModule):
@@ -37,8 +33,8 @@ class StackedGates(StackedModule):
         self.a_proj: StackedLinear | None = None
         if RULES[mixer].gated:
             self.a_proj = StackedLinear(models, hidden, heads, bias=False)
-            self.A_log = self.add("A_log", models, (heads,), log_uniform_a(0.0, 16.0))
-            self.dt_bias = self.add("dt_bias", models, (heads,), inverse_softplus_dt)
+            self.A_log = self.add("A_log", models, (heads,), draw_A(0.0, 16.0))
+            self.dt_bias = self.add("dt_bias", models, (heads,), draw_dt)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """x [M, B, T, hidden] -> [beta_logit] or [beta_logit, log_g]."""
@@ -75,8 +71,8 @@ class StackedSsd(StackedModule):
 
     def __init__(self, models: int, heads: int) -> None:
         super().__init__()
-        self.A_log = self.add("A_log", models, (heads,), log_uniform_a(1.0, 16.0))
-        self.dt_bias = self.add("dt_bias", models, (heads,), inverse_softplus_dt)
+        self.A_log = self.add("A_log", models, (heads,), draw_A(1.0, 16.0))
+        self.dt_bias = self.add("dt_bias", models, (heads,), draw_dt)
         self.D = self.add("D", models, (heads,), lambda shape, generator: torch.ones(shape))
 
     def forward(self, x: Tensor, raw_dt: Tensor, B: Tensor, C: Tensor, backend: str) -> Tensor:
