@@ -7,7 +7,6 @@ OUT.json and OUT.txt and prints the table.
 # ruff: noqa: RUF009  (`key` returns a dataclasses.field)
 
 import json
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,8 @@ from efla_data.corpus.prepare import available_cores
 
 from efla_lm.errors import UserError
 from efla_lm.settings import PATH, DataSettings, check_output, entry, key
+from scripts.study.checks import expect_at_least
+from scripts.study.progress import ProgressLine
 
 
 @dataclass
@@ -60,20 +61,17 @@ def main(settings: ContaminationSettings) -> None:
     """Report which evaluation examples share n-grams of words with the documents of token files."""
     if not settings.tasks:
         raise UserError("tasks is empty: give the files or folders of evaluation examples, e.g. tasks=[eval/]")
-    if settings.processes is not None and settings.processes < 1:
-        raise UserError(f"processes={settings.processes}: expected 1 or more, or null")
-    start, last = time.monotonic(), time.monotonic()
+    expect_at_least(settings, 1, "processes")
+    line = ProgressLine()
 
     def show(documents: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 10:
-            last = time.monotonic()
-            print(f"{documents:,} documents, {documents / (last - start):,.0f} per second", file=sys.stderr, flush=True)
+        line.show(f"{documents:,} documents, {documents / (time.monotonic() - line.start):,.0f} per second")
 
     out = Path(settings.out)
     check_output(Path(f"{out}.json"))
     processes = settings.processes or available_cores()
     report = contamination_report(settings.data.dir, settings.tasks, settings.n, settings.split, processes, show)
+    line.end()
     Path(f"{out}.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     Path(f"{out}.txt").write_text(table(report), encoding="utf-8")
     print(table(report) + f"{out}.json")

@@ -2,16 +2,14 @@
 
     python -m scripts.reproduce_table1 size=340m gpus=8 data_dir=/data/slimpajama
 
-It first prints what is left to do and what that costs, then types the commands that a user would type. It can be
-stopped (Ctrl-C, SIGTERM: the run in hand is saved) and started again at any time: runs have fixed names, a finished one
-is not trained again, an evaluated one not evaluated again. A model that fails does not keep the others from running.
+It prints what is left to do and its cost, then runs the commands that a user would type. It can be stopped (Ctrl-C,
+SIGTERM: the current run saves) and started again at any time: runs have fixed names, and a finished run is not trained
+or evaluated again. If one model fails, the others still run.
 """
 
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,10 +26,10 @@ from efla_lm.settings import TrainSettings, compose, entry
 from efla_lm.settings.compose import CONFIG_DIR
 from scripts.plan.forecast import Forecast, clock, forecast
 from scripts.plan.settings import PlanSettings, ReproduceSettings
+from scripts.study.launcher import python, run_until_stopped
 from scripts.table1.__main__ import main as table1
 from scripts.table1.table import read_paper
 
-ROOT = Path(__file__).resolve().parents[1]
 console = Console(highlight=False, width=140)
 
 
@@ -48,7 +46,7 @@ class Job:
 
     @property
     def step(self) -> int:
-        """Updates done, by the newest whole checkpoint."""
+        """Steps done, by the newest whole checkpoint."""
         saved = (self.run / "checkpoints").is_dir()
         newest = newest_checkpoint(self.run, lambda message: None, fault_in) if saved else None
         return read_meta(newest).step if newest else 0
@@ -72,7 +70,7 @@ class Job:
     @property
     def state(self) -> str:
         if not self.is_trained:
-            return f"at update {step} of {self.steps}" if (step := self.step) else "to be trained"
+            return f"at step {step} of {self.steps}" if (step := self.step) else "to be trained"
         return "evaluated" if self.is_evaluated else "trained"
 
 
@@ -91,9 +89,9 @@ def main(settings: ReproduceSettings) -> int:
             console.print(f"\n$ {' '.join(command)}", style="bold cyan", soft_wrap=True, markup=False)
             if settings.dry_run:
                 continue
-            code, stopped = run(command)
+            code, stopped = run_until_stopped(command)
             if stopped or (code == 0 and not done()):
-                print("stopped: the same command goes on from here", file=sys.stderr)
+                print("stopped: the same command continues from here", file=sys.stderr)
                 return 1
             if code != 0:
                 print(f"error: {what} of {job.run.name} ended with exit code {code}", file=sys.stderr)
@@ -144,18 +142,12 @@ def recipe(size: str) -> list[str]:
 def job_forecast(settings: ReproduceSettings, train: list[str], done_tokens: int) -> Forecast:
     compose("train", train, TrainSettings)  # names a wrong key as train.py would
     plan = compose("plan", ["data=pydoc", *train] if train[0].startswith("size=") else train, PlanSettings)
-    return forecast(
-        plan,
-        gpus=settings.gpus,
-        gpu=settings.gpu,
-        mfu=settings.mfu,
-        efficiency=settings.efficiency,
-        done_tokens=done_tokens,
-    )
+    machine = {name: getattr(settings, name) for name in ("gpus", "gpu", "mfu", "efficiency")}
+    return forecast(plan, done_tokens=done_tokens, **machine)
 
 
 def check_tokens(job: Job) -> None:
-    """Raise DataError where the token files of all runs are missing: one line instead of one failure per model."""
+    """Raise DataError where the token files of all runs are missing: one error instead of one for each model."""
     data = compose("train", job.train, TrainSettings).data
     for folder in data.mixture or [data.dir]:
         TokenFile.open(folder, "train")
@@ -187,35 +179,11 @@ def print_cost(settings: ReproduceSettings, jobs: list[Job]) -> None:
 
 def commands(settings: ReproduceSettings, job: Job) -> list[tuple[str, Callable[[], bool], list[str]]]:
     """(name, whether it is done, command) of the two steps of a run."""
-    python = [sys.executable]
-    if settings.gpus > 1:
-        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.gpus}"]
+    start = python(settings.gpus)
     return [
-        ("training", lambda: job.is_trained, [*python, "train.py", *job.train]),
-        ("evaluation", lambda: job.is_evaluated, [*python, "eval.py", *job.evaluate]),
+        ("training", lambda: job.is_trained, [*start, "train.py", *job.train]),
+        ("evaluation", lambda: job.is_evaluated, [*start, "eval.py", *job.evaluate]),
     ]
-
-
-def run(command: list[str]) -> tuple[int, bool]:
-    """(exit code, whether we were asked to stop) of a command; a request to stop is handed on, and its end waited for.
-
-    A terminal sends Ctrl-C to the child as well, which must not be killed while it saves.
-    """
-    asked: list[int] = []
-    child = subprocess.Popen(command, cwd=ROOT)
-
-    def hand_on(number: int, frame: object) -> None:
-        asked.append(number)
-        if number == signal.SIGTERM:
-            child.send_signal(number)
-
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        code = child.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return code, bool(asked)
 
 
 if __name__ == "__main__":

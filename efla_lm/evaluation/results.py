@@ -77,6 +77,11 @@ def paper_average(result: dict[str, Any]) -> float | None:
     return None if None in values else 100 * sum(values) / len(values)
 
 
+def _shown(value: float) -> str:
+    """Four decimals; from a million on, as perplexities of an untrained model are, three significant digits."""
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.2e}"
+
+
 def print_table(result: dict[str, Any], title: str, console: Console | None = None) -> None:
     """All numbers; those that the paper's Table 1 shows are bold, and missing tasks are listed with the reason."""
     # a file or pipe has no width of its own, and the numbers must not be cut
@@ -89,7 +94,7 @@ def print_table(result: dict[str, Any], title: str, console: Console | None = No
         table.add_column(heading, justify="right")
     for task, metric, value, error, count in rows(result):
         style = "bold" if (task, metric) in in_paper else None
-        table.add_row(task, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}", str(count), style=style)
+        table.add_row(task, metric, _shown(value), "" if error is None else _shown(error), str(count), style=style)
     for task in result["missing"]:
         table.add_row(task, "missing", "", "", "", style="red")
     console.print(table)

@@ -9,7 +9,7 @@ from efla_lm.models.rules import RULES
 from efla_lm.settings.fields import PATH, key
 from scripts.study.checks import expect_at_least, expect_from, parse_shapes
 
-OPS = tuple(rule.op for rule in RULES.values() if rule.op)
+OPS = tuple(name for name, rule in RULES.items() if rule.op == name)
 WIDEST = 256  # heads that our kernels take
 IMPLEMENTATIONS = ("ours", "ours_recompute", "fla", "torch", "mamba_ssm")
 

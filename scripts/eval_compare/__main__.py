@@ -7,7 +7,6 @@ difference of a request's log-likelihood. Exit code 1 where values or counts dif
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from efla_lm.evaluation import checkpoints, results
 from efla_lm.evaluation.columns import PAPER_TASKS
 from efla_lm.evaluation.settings import EvalCompareSettings
 from efla_lm.settings import check_output, entry
+from scripts.study import result_file
 
 
 @entry("eval_compare", EvalCompareSettings)
@@ -65,6 +65,7 @@ def main(settings: EvalCompareSettings) -> int:
         "context": context,
         "dtype": "fp32",
         "device": "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "command": result_file.command_line("eval_compare", settings),
         "limit": settings.limit,
         "stock_batch_size": settings.stock_batch_size,
         "documents": documents,
@@ -77,7 +78,7 @@ def main(settings: EvalCompareSettings) -> int:
         "commit": commit(),
         "library_versions": results.versions(),
     }
-    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    result_file.write(out, report)
     print_comparison(rows, documents)
     print(f"values {'agree' if agree else 'DIFFER'}, counts {'are' if official else 'are NOT'} the official ones")
     print(f"result: {out}")
@@ -85,7 +86,7 @@ def main(settings: EvalCompareSettings) -> int:
 
 
 def measure(name: str, work: Any) -> Any:
-    """`work()`, with its seconds told."""
+    """`work()`; prints how long it took."""
     start = time.perf_counter()
     found = work()
     print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)

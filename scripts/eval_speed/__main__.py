@@ -12,10 +12,7 @@ The result file is written after every part, so that what is measured stays if a
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -32,8 +29,9 @@ from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
 from efla_lm.models.pretrained import load_tokenizer
 from efla_lm.settings import TrainSettings, check_output, compose, entry
 from scripts.eval_compare.run import compare_values
+from scripts.study import result_file
+from scripts.study.launcher import python, timed_command
 
-ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 2048
 
 
@@ -53,7 +51,8 @@ def main(settings: EvalSpeedSettings) -> int:
     model = EflaForCausalLM(config).eval()
     initialise(model, 0)
     report: dict[str, Any] = {
-        "gpu": device_name(device),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "command": result_file.command_line("eval_speed", settings),
         "size": settings.size,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": settings.dtype,
@@ -63,7 +62,7 @@ def main(settings: EvalSpeedSettings) -> int:
 
     def save(part: str, found: dict[str, Any]) -> None:
         report[part] = found
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        result_file.write(out, report)
 
     if settings.full:
         with tempfile.TemporaryDirectory() as folder:
@@ -86,18 +85,15 @@ def main(settings: EvalSpeedSettings) -> int:
 def time_command(settings: EvalSpeedSettings, export: Path, processes: int) -> dict[str, Any]:
     """Seconds of `eval.py tasks=paper` on an export, by task and from start to end, and its numbers."""
     out = export.parent / f"results-{processes}"
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] * (processes > 1)
     command = [
-        sys.executable, *launcher, "eval.py", f"checkpoint={export}", "tasks=paper", f"dtype={settings.dtype}",
+        *python(processes), "eval.py", f"checkpoint={export}", "tasks=paper", f"dtype={settings.dtype}",
         f"device={settings.device}", f"out={out}",
     ]  # fmt: skip
     if settings.local_dir:
         command.append(f"tasks.local_dir={settings.local_dir}")
     if settings.full_limit:
         command.append(f"limit={settings.full_limit}")
-    start = time.perf_counter()
-    code = subprocess.run(command, cwd=ROOT, check=False).returncode
-    seconds = time.perf_counter() - start
+    code, seconds = timed_command(command)
     if code != 0:
         raise UserError(f"eval.py ended with exit code {code}")
     (path,) = out.glob("*.json")
@@ -157,11 +153,6 @@ def compare(
             found["times_faster"] = {i: round(peer / t, 2) for i, t in totals.items() if i.startswith("ours")}
         yield found
     print(f"seconds: {found['seconds']}, times faster than stock: {found.get('times_faster')}", flush=True)
-
-
-def device_name(device: Any) -> str:
-    """The GPU by name, or `CPU`."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from efla_lm.models.layers import draw_A_log, draw_dt_bias
 from efla_lm.models.rules import RULES
 from scripts.stacked.modules import Draw, StackedLinear, StackedModule
 
-RECURRENT_MIXERS = tuple(name for name, rule in RULES.items() if rule.delta or name == "mamba2")
+RECURRENT_MIXERS = tuple(name for name, rule in RULES.items() if rule.op == name)
 
 
 def draw_A(low: float, high: float) -> Draw:

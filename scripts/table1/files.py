@@ -11,9 +11,9 @@ import io
 from collections.abc import Sequence
 
 from efla_lm.models.rules import RULES
+from scripts.study.table import MISSING, number
 from scripts.table1.table import AVERAGE, HEADINGS, ModelRow, Value
 
-MISSING = "missing"
 NONE = "-"  # there is nothing to show by nature: word perplexity has no standard error
 SIZES = {"340m": "340M", "1b3": "1.3B"}
 
@@ -68,11 +68,11 @@ def _difference(row: ModelRow, heading: str) -> float | None:
 def _ours(value: Value | None, heading: str) -> str:
     if value is None:
         return MISSING
-    return f"{value.value:.{digits(heading)}f}" + ("*" if value.limit is not None else "")
+    return number(value.value, digits(heading)) + ("*" if value.limit is not None else "")
 
 
 def _number(value: float | None, heading: str, absent: str = NONE, sign: bool = False) -> str:
-    return absent if value is None else f"{value:{'+' if sign else ''}.{digits(heading)}f}"
+    return absent if value is None else number(value, digits(heading), sign)
 
 
 def notes(rows: Sequence[ModelRow], source: str) -> list[str]:
@@ -98,8 +98,8 @@ def markdown(rows: Sequence[ModelRow], source: str) -> str:
     """The table with columns of even width, which reads as text too, and its notes."""
     table = [["model", "", *HEADINGS]]
     for row in rows:
-        for number, (what, texts) in enumerate(lines(row)):
-            table.append([label(row) if number == 0 else "", what, *texts])
+        for place, (what, texts) in enumerate(lines(row)):
+            table.append([label(row) if place == 0 else "", what, *texts])
     widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
     rule = [":" + "-" * (widths[i] - 1) if i < 2 else "-" * (widths[i] - 1) + ":" for i in range(len(widths))]
 
@@ -137,8 +137,8 @@ def latex(rows: Sequence[ModelRow], source: str) -> str:
     parts += [r"\begin{tabular}{ll" + "r" * len(HEADINGS) + "}", r"\toprule", f"model & & {heads} \\\\"]
     for row in rows:
         parts.append(r"\midrule")
-        for number, (what, texts) in enumerate(lines(row)):
-            name = label(row).replace("_", r"\_") if number == 0 else ""
+        for place, (what, texts) in enumerate(lines(row)):
+            name = label(row).replace("_", r"\_") if place == 0 else ""
             cells = " & ".join(_signed(text) for text in texts)
             parts.append(f"{name} & {what} & {cells} \\\\")
     return "\n".join([*parts, r"\bottomrule", r"\end{tabular}", ""])

@@ -11,6 +11,7 @@ from efla_lm.settings.fields import PATH, key
 from scripts.study.checks import expect_at_least, expect_from, parse_shapes
 
 MODELS = tuple(rule.option for rule in RULES.values())
+PAPER_MODELS = tuple(rule.option for name, rule in RULES.items() if rule.op in (name, None))
 IMPLEMENTATIONS = ("efla_lm", "fla")
 PEERS = tuple(rule.option for rule in RULES.values() if rule.fla)
 STARTED = 4  # the step whose end is the end of starting up
@@ -22,7 +23,7 @@ MODES = ("auto", "single", "ddp", "fsdp", "hsdp")
 class ThroughputSettings:
     """Which training steps are timed, how long, and where the figures go. The default is the paper's Figure 4."""
 
-    models: list[str] = key([*MODELS], "options of conf/model")
+    models: list[str] = key([*PAPER_MODELS], "options of conf/model")
     sizes: list[str] = key(["340m", "1b3"], "options of conf/size")
     shapes: list[str] = key(
         ["8x2048", "4x4096", "2x8192", "1x16384", "32x2048"], "sequences x tokens of each device's batch"

@@ -12,6 +12,7 @@ import pytest
 
 from efla_lm.run.metrics import read_rows
 from scripts import reproduce_table1
+from scripts.study.launcher import ROOT
 from tests.evaluation.material import write_task_files
 from tests.training.corpus import write_corpus
 from tests.training.launch import TINY
@@ -58,7 +59,7 @@ def test_train_evaluate_and_repeat_what_is_missing_only(
     def fail(command: list[str]) -> tuple[int, bool]:
         raise AssertionError(f"nothing is left to do, but {command} was run")
 
-    monkeypatch.setattr(reproduce_table1, "run", fail)
+    monkeypatch.setattr(reproduce_table1, "run_until_stopped", fail)
     assert reproduce_table1.main.run(command) == 0
     assert "evaluated" in capfd.readouterr().out
     (result,) = (run / "results").glob("paper-*.json")
@@ -70,7 +71,7 @@ def test_train_evaluate_and_repeat_what_is_missing_only(
     content["missing"] = {"piqa": "no file"}
     result.write_text(json.dumps(content))
     seen: list[list[str]] = []
-    monkeypatch.setattr(reproduce_table1, "run", lambda command: (seen.append(command), (1, False))[1])
+    monkeypatch.setattr(reproduce_table1, "run_until_stopped", lambda command: (seen.append(command), (1, False))[1])
     assert reproduce_table1.main.run(command) == 1
     assert [command[1] for command in seen] == ["eval.py"]
 
@@ -84,7 +85,7 @@ def test_a_failing_model_does_not_keep_the_next_from_running(
         seen.append(next(part for part in command if part.startswith("model=")))
         return 3, False
 
-    monkeypatch.setattr(reproduce_table1, "run", fail)
+    monkeypatch.setattr(reproduce_table1, "run_until_stopped", fail)
     assert reproduce_table1.main.run(arguments(corpus, tasks, tmp_path, models="efla,deltanet")) == 1
     assert seen == ["model=efla", "model=deltanet"]
     assert "training of table1-tiny-efla-seed42 ended with exit code 3" in capfd.readouterr().err
@@ -96,7 +97,7 @@ def test_token_files_that_are_missing_are_one_line(
     def fail(command: list[str]) -> tuple[int, bool]:
         raise AssertionError(f"nothing can be trained, but {command} was run")
 
-    monkeypatch.setattr(reproduce_table1, "run", fail)
+    monkeypatch.setattr(reproduce_table1, "run_until_stopped", fail)
     assert reproduce_table1.main.run(arguments(tmp_path / "none", tasks, tmp_path, models="efla,deltanet")) == 1
     assert capfd.readouterr().err.count("error: no token files in") == 1
 
@@ -105,14 +106,14 @@ def test_a_stop_ends_it(
     corpus: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Captured
 ) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr(reproduce_table1, "run", lambda command: (seen.append(command), (0, True))[1])
+    monkeypatch.setattr(reproduce_table1, "run_until_stopped", lambda command: (seen.append(command), (0, True))[1])
     assert reproduce_table1.main.run(arguments(corpus, tasks, tmp_path, models="efla,deltanet")) == 1
     assert len(seen) == 1
-    assert "the same command goes on" in capfd.readouterr().err
+    assert "the same command continues" in capfd.readouterr().err
 
 
 def test_a_dry_run_names_every_command(tmp_path: Path, capfd: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reproduce_table1, "run", lambda command: pytest.fail("a dry run runs nothing"))
+    monkeypatch.setattr(reproduce_table1, "run_until_stopped", lambda command: pytest.fail("a dry run runs nothing"))
     options = ["size=340m", "gpus=8", "seeds=[1,2]", f"runs_dir={tmp_path}", "dry_run=true", "price=2"]
     assert reproduce_table1.main.run(options) == 0
     shown = capfd.readouterr().out
@@ -143,15 +144,13 @@ def test_a_request_to_stop_is_handed_on_and_the_child_waited_for(tmp_path: Path)
     )
     parent = (
         "import os, pathlib, signal, sys, threading, time\n"
-        "from scripts.reproduce_table1 import run\n"
+        "from scripts.study.launcher import run_until_stopped\n"
         "def later():\n"
         f"    while not pathlib.Path({str(tmp_path / 'up')!r}).exists(): time.sleep(0.05)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "threading.Thread(target=later, daemon=True).start()\n"
-        f"print(run([sys.executable, '-c', {child!r}]))\n"
+        f"print(run_until_stopped([sys.executable, '-c', {child!r}]))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", parent], cwd=reproduce_table1.ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", parent], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip().endswith("(0, True)"), done
     assert (tmp_path / "saved").exists()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from efla_lm.evaluation.columns import PAPER_COLUMNS
+from efla_lm.evaluation.results import print_table
 from scripts.table1 import table as table1
 from scripts.table1.__main__ import main as command
 
@@ -89,6 +90,22 @@ def test_values_errors_the_papers_values_and_differences(tmp_path: Path) -> None
     assert float(average["value"]) == pytest.approx(100 * statistics.fmean(ACCURACY.values()))
     assert float(average["standard_error"]) == pytest.approx(1.0 / 9**0.5)
     assert float(average["paper"]) == pytest.approx(44.0667, abs=1e-4)
+
+
+def test_huge_perplexities_have_three_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An untrained model's perplexity is 4.56e+11, in the table of a run and in Table 1; files keep the number."""
+    content = result()
+    content["results"]["wikitext"]["word_perplexity,none"] = 455935374049.6796
+    cells = table(tmp_path / "out", write(tmp_path / "a.json", content))
+    assert float(cells["340m", "efla", "Wiki ppl"]["value"]) == 455935374049.6796
+    for ending in ("md", "tex"):
+        text = (tmp_path / "out" / f"table1.{ending}").read_text()
+        assert "4.56e+11" in text and "455935374049" not in text
+    capsys.readouterr()
+    counts = {task: {"effective": 3} for task in content["results"]}
+    print_table(content | {"missing": {}, "n-samples": counts}, "a run")
+    shown = capsys.readouterr().out
+    assert "4.56e+11" in shown and "455935374049" not in shown
 
 
 def test_a_missing_task_is_shown_as_missing_and_an_extra_one_is_ignored(tmp_path: Path) -> None:
