@@ -94,13 +94,14 @@ def record_of(trial: Trial, settings: LmStudySettings, code: int, seconds: float
     validations = [[row["step"] * settings.batch_tokens, row["val_loss"]] for row in rows if "val_loss" in row]
     done = any(row["step"] == settings.steps and "val_loss" in row for row in rows)
     state = "diverged" if diverged else "failed" if code else "done" if done else "stopped"
+    rates = [row["tokens_per_second"] for row in training if row["tokens_per_second"] is not None]
     record: Record = {
         **asdict(trial), "state": state, "seconds": round(seconds + _earlier_seconds(folder), 2),
         "heldout": validations[-1][1] if state == "done" else None,
         "validations": validations, "training": [[row["tokens"], row["loss"]] for row in training],
         "largest_grad_norm": max((row["grad_norm"] for row in training if row["grad_norm"] is not None), default=None),
         "skipped_steps": training[-1]["skipped_steps"] if training else 0,
-        "tokens_per_second": statistics.median(row["tokens_per_second"] for row in training) if training else None,
+        "tokens_per_second": statistics.median(rates) if rates else None,
         "parallel_runs": settings.parallel_runs,
     }  # fmt: skip
     if code:
