@@ -129,8 +129,7 @@ def fit(run: Run, interruption: Interruption) -> tuple[bool, Path | None]:
             reason = f" on {interruption.reason}" if interruption.reason else ""
             hint = f"the same command with name={run.directory.name} continues the run"
             log.message(f"stopped{reason} after step {done} of {plan.steps}: {saved} is saved; {hint}")
-    if interruption.error is not None:
-        raise interruption.error
+    world.on_main(interruption.raise_failure)
     return finished, saved
 
 

@@ -44,6 +44,11 @@ class Interruption:
         """Ask to stop because a file of the run cannot be written; the run saves, and then raises the error."""
         self.requested, self.reason, self.error = True, "a failed write", self.error or error
 
+    def raise_failure(self) -> None:
+        """Raise the failed write, if there was one."""
+        if self.error is not None:
+            raise self.error
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
