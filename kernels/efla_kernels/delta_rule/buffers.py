@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from efla_kernels.delta_rule.choices import CHUNK, RAW, Problem
+from efla_kernels.delta_rule.choices import RAW, Problem
+from efla_kernels.launch.chunks import CHUNK
 
 
 class Inputs(NamedTuple):

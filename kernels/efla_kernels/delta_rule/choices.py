@@ -17,8 +17,8 @@ from efla_kernels.delta_rule import gates
 from efla_kernels.launch.arguments import power_of_two
 from efla_kernels.launch.choices import Block
 from efla_kernels.launch.choices import Problem as BaseProblem
+from efla_kernels.launch.chunks import CHUNK
 
-CHUNK = 64
 MODES = {
     "delta_rule": gates.RAW.value,
     "deltanet": gates.DELTANET.value,

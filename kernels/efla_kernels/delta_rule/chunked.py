@@ -22,18 +22,9 @@ from efla_kernels.launch.chunks import CHUNK, ChunkGrid, chunk_decays, first_sta
 
 
 def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    erase: Tensor,
-    write: Tensor,
-    log_decay: Tensor | None,
-    *,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, erase: Tensor, write: Tensor, log_decay: Tensor | None, *, scale: float,
+    initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The delta rule chunk by chunk; arguments and results as `efla_kernels.delta_rule`."""
     batch, tokens, heads, key_width = q.shape
     dtype = compute_dtype(q, k, v, erase, write, log_decay, initial_state)

@@ -44,22 +44,11 @@ class Step(NamedTuple):
 
 
 def decode_step(
-    rule: str,
-    x: Tensor,
-    conv_state: Tensor,
-    conv_weight: Tensor,
-    beta_logit: Tensor,
-    state: Tensor,
-    norm_weight: Tensor,
-    *,
-    decay_logit: Tensor | None = None,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    output_gate: Tensor | None = None,
-    scale: float | None = None,
-    norm_eps: float = 1e-6,
-    backend: str = "auto",
-) -> Tensor:
+    rule: str, x: Tensor, conv_state: Tensor, conv_weight: Tensor, beta_logit: Tensor, state: Tensor,
+    norm_weight: Tensor, *, decay_logit: Tensor | None = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, output_gate: Tensor | None = None, scale: float | None = None,
+    norm_eps: float = 1e-6, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """y [B, H, V] of one token, in x's dtype; `conv_state` and `state` are moved on in place. Not differentiable.
 
     Args:

@@ -75,19 +75,11 @@ def decode_kernel(
     norm_weight,  # [V]
     output_gate,  # [B, H, V]; GATED only
     y,  # out [B, H, V]
-    scale,
-    eps,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    W: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    scale, eps,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BLOCKS: tl.constexpr,  # of v, a power of two
-    MODE: tl.constexpr,
-    DECAYS: tl.constexpr,
-    GATED: tl.constexpr,
-):
+    MODE: tl.constexpr, DECAYS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
     h = tl.program_id(0) % H
     b = (tl.program_id(0) // H).to(tl.int64)
     D: tl.constexpr = 2 * H * K + H * V

@@ -1,8 +1,8 @@
 """Kernels 4 and 5 in one, parallel over chunks, without a decay: the gradients of q, k and the gate.
 
-The algebra of `gradient_q_kernel` and `gradient_k_kernel`, with every tile read from memory once, and dV = w dR in dR's
-place, which then nobody writes. e / w does not depend on beta (1 for EFLA, 1 / |k| for DeltaNet), so that it takes no
-division by w:
+The algebra of `gradient_q_kernel` and `gradient_k_kernel`, with every tile read from memory once. dV = w dR replaces
+dR, which is then not written. e / w does not depend on beta (1 for EFLA, 1 / |k| for DeltaNet), so that no division by
+w is needed:
 
     N = tril(r dO X^T)            dq_hat = r dO S^T + N K
     M = -(e / w) stril(dV X^T)    dK = X dS^T - (e / w) dV S^T + M K + M^T K + N^T Q    rowsum(dV * X) / w = dL/d ln a
@@ -27,35 +27,14 @@ AHEAD = tl.constexpr(264)  # two programs on each of an H200's multiprocessors
 
 @triton.jit
 def gradient_kernel(
-    q,
-    k,
-    do,
-    gate,
-    table,
-    states,
-    solved,
-    d_states,
-    dv,
-    cu_seqlens,
-    first_chunk,
-    chunk_sequence,
+    q, k, do, gate, table, states, solved, d_states, dv, cu_seqlens, first_chunk, chunk_sequence,
     dq,  # out [B, T, H, K]
     dk,  # out [B, T, H, K]
     d_gate,  # out [B, T, H] in the gate's type: d logit
-    T,
-    scale,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    MODE: tl.constexpr,
-    PACKED: tl.constexpr,
-    DTYPE: tl.constexpr,
+    T, scale, q_token, q_head, k_token, k_head,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, MODE: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     h = tl.program_id(0) % H
     m = (tl.program_id(0) // H).to(tl.int64)
     first, left, used = chunk_span(m, T, cu_seqlens, first_chunk, chunk_sequence, PACKED)

@@ -17,39 +17,17 @@ from efla_kernels.launch.tiles import CHUNK, ask_for_rows, chunk_span, load_rows
 
 @triton.jit
 def gradient_gated_kernel(
-    q,
-    k,
-    do,
-    gate,
-    decay,
-    table,
-    states,
-    solved,
-    d_states,
-    d_solved,
+    q, k, do, gate, decay, table, states, solved, d_states, d_solved,
     d_writes,  # rowsum(dR * V) of every block of V [B, T, H, BLOCKS] fp32
-    cu_seqlens,
-    first_chunk,
-    chunk_sequence,
+    cu_seqlens, first_chunk, chunk_sequence,
     dq,  # out [B, T, H, K]
     dk,  # out [B, T, H, K]
     d_gate,  # out [B, T, H] in the gate's type: d logit
     d_decay,  # out [B, T, H] fp32: d log_g
-    T,
-    scale,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    MODE: tl.constexpr,
-    PACKED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    T, scale, q_token, q_head, k_token, k_head,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr, PACKED: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     BOUNDED: tl.constexpr = tl.bfloat16 == DTYPE
     h = tl.program_id(0) % H
     m = (tl.program_id(0) // H).to(tl.int64)

@@ -29,41 +29,17 @@ from efla_kernels.launch.tiles import CHUNK, chunk_span, load_rows, load_state, 
 
 @triton.jit
 def gradient_k_kernel(
-    q,
-    k,
-    gate,
-    decay,
-    d_scores,
-    table,
-    states,
-    solved,
-    d_states,
-    d_solved,
+    q, k, gate, decay, d_scores, table, states, solved, d_states, d_solved,
     d_writes,  # rowsum(dR * V) of every block of V [B, T, H, BLOCKS] fp32; not read for EFLA and DeltaNet
-    cu_seqlens,
-    first_chunk,
-    chunk_sequence,
+    cu_seqlens, first_chunk, chunk_sequence,
     dk,  # out [B, T, H, K]
     d_gate,  # out [B, T, H] in the gate's type: d logit; RAW: d erase
     d_write,  # out [B, T, H] in its input's type, RAW only
     d_decay,  # in: q_hat . dq_hat of `gradient_q_kernel`; out: the decay's gradient [B, T, H] fp32
-    T,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    MODE: tl.constexpr,
-    DECAYS: tl.constexpr,
-    PACKED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    T, q_token, q_head, k_token, k_head,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
+    MODE: tl.constexpr, DECAYS: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     # with a decay, or with erase and write given, dL/d ln e and dL/d ln w are needed apart
     PAIRS: tl.constexpr = DECAYS or MODE == RAW
     BOUNDED: tl.constexpr = MODE == GATED_EFLA and tl.bfloat16 == DTYPE

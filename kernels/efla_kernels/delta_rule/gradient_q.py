@@ -25,35 +25,14 @@ from efla_kernels.launch.tiles import CHUNK, chunk_span, load_rows, load_state, 
 
 @triton.jit
 def gradient_q_kernel(
-    q,
-    k,
-    do,
-    table,
-    states,
-    solved,
-    cu_seqlens,
-    first_chunk,
-    chunk_sequence,
+    q, k, do, table, states, solved, cu_seqlens, first_chunk, chunk_sequence,
     dq,  # out [B, T, H, K]
     d_scores,  # out r N [chunks, H, C, C]
     d_decay,  # out [B, T, H] fp32: q_hat . dq_hat, of which `gradient_k_kernel` makes the decay's gradient
-    T,
-    scale,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    MODE: tl.constexpr,
-    DECAYS: tl.constexpr,
-    PACKED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    T, scale, q_token, q_head, k_token, k_head,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr,
+    DECAYS: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     BOUNDED: tl.constexpr = MODE == GATED_EFLA and tl.bfloat16 == DTYPE
     STRONG: tl.constexpr = DECAYS and MODE != GATED_EFLA
     h = tl.program_id(0) % H

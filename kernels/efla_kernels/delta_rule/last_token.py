@@ -12,7 +12,7 @@ Chunk form (tokens 1..C, b_t the decay's logarithm summed through t, r_C' the qu
 
     c_t + sum_{s>t} exp(b_s - b_t) (k_t . k_s) e_s c_s = exp(b_C - b_t) k_t . r_C'
 
-are unitriangular, and r_0 = exp(b_C) r_C' - sum_s exp(b_s) e_s c_s k_s goes on to the chunk before.
+are unitriangular, and r_0 = exp(b_C) r_C' - sum_s exp(b_s) e_s c_s k_s is the query of the chunk before.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import Tensor
 from efla_kernels.argument_checks import expect_4d, expect_shape
 from efla_kernels.backends import resolve_backend
 from efla_kernels.delta_rule.ops import model_coefficients
+from efla_kernels.launch.chunks import CHUNK
 
 RULES = ("deltanet", "efla", "gated_deltanet", "gated_efla")
-CHUNK = 64
 
 
 def last_weights(
@@ -106,8 +106,6 @@ def _chunked(q: Tensor, k: Tensor, erase: Tensor, log_decay: Tensor | None) -> T
 
 
 def _triton(q: Tensor, k: Tensor, erase: Tensor, log_decay: Tensor | None) -> Tensor:
-    from efla_kernels.delta_rule.last_token_kernel import (
-        last_coefficients,  # triton is there where its backend is registered
-    )
+    from efla_kernels.delta_rule.last_token_kernel import last_coefficients  # triton exists where it is chosen
 
     return last_coefficients(q, k, erase, log_decay)

@@ -32,12 +32,8 @@ def last_forward_kernel(
     c,  # out [B, T, H] fp32
     r,  # out [B, T, H, K] fp32; KEEP only
     T,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    DECAYS: tl.constexpr,
-    KEEP: tl.constexpr,
-):
+    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, DECAYS: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     first = n // H * T * H + n % H  # row of the sequence's first token
     row = first + (T - 1) * H
@@ -73,11 +69,8 @@ def last_backward_kernel(
     d_erase,  # out [B, T, H] fp32
     d_log_decay,  # out [B, T, H] fp32; DECAYS only
     T,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    DECAYS: tl.constexpr,
-):
+    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, DECAYS: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     row = n // H * T * H + n % H
     last = row + (T - 1) * H

@@ -18,7 +18,7 @@ from efla_kernels.delta_rule.buffers import (
     allocate_outputs,
     reads_values,
 )
-from efla_kernels.delta_rule.choices import CHUNK, Problem
+from efla_kernels.delta_rule.choices import Problem
 from efla_kernels.delta_rule.gradient import gradient_kernel
 from efla_kernels.delta_rule.gradient_gated import gradient_gated_kernel
 from efla_kernels.delta_rule.gradient_k import gradient_k_kernel
@@ -28,6 +28,7 @@ from efla_kernels.delta_rule.scan_backward import scan_backward_kernel
 from efla_kernels.delta_rule.solve import solve_kernel
 from efla_kernels.delta_rule.split import merge_kernel, transition_kernel
 from efla_kernels.launch.arguments import Packing, pack, rows_in_place, use_descriptors
+from efla_kernels.launch.chunks import CHUNK
 from efla_kernels.launch.dispatch import launch
 
 
@@ -119,14 +120,9 @@ def _first_states(p: Problem, rows: Rows, saved: Saved, initial: Tensor | None) 
 
 
 def _merge(
-    p: Problem,
-    transitions: Tensor,
-    local: Tensor,
-    outer: Tensor | None,
-    carried: Tensor,
-    reverse: bool,
+    p: Problem, transitions: Tensor, local: Tensor, outer: Tensor | None, carried: Tensor, reverse: bool,
     left_over: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Fills `carried`, and `left_over` where it is given; see `merge_kernel`."""
     width, block, flags = p.width(p.choice.merge), p.choice.merge, p.flags
     launch(

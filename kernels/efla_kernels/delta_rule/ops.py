@@ -33,19 +33,10 @@ from efla_kernels.delta_rule.coefficients import (
 
 
 def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    erase: Tensor,
-    write: Tensor,
-    log_decay: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, erase: Tensor, write: Tensor, log_decay: Tensor | None = None, *,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None, backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """S_t = exp(log_decay_t) (I - erase_t k_t k_t^T) S_{t-1} + write_t k_t v_t^T,  o_t = scale S_t^T q_t.
 
     erase, write and log_decay (<= 0; None is no decay) are [B, T, H]; q and k are taken as they come. The rule shrinks
@@ -56,88 +47,49 @@ def delta_rule(
 
 
 def deltanet(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta_logit: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, beta_logit: Tensor, *, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """DeltaNet: erase = write = beta = sigmoid(beta_logit [B, T, H]), q and k L2-normalised here."""
     gates = {"beta_logit": beta_logit}
     return _run("deltanet", q, k, v, gates, None, scale, initial_state, output_final_state, cu_seqlens, backend)
 
 
 def efla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta_logit: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, beta_logit: Tensor, *, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """EFLA: erase = write = a = (1 - exp(-beta |k|^2)) / |k|^2, q L2-normalised here, k raw."""
     gates = {"beta_logit": beta_logit}
     return _run("efla", q, k, v, gates, None, scale, initial_state, output_final_state, cu_seqlens, backend)
 
 
 def gated_deltanet(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta_logit: Tensor,
-    log_g: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, beta_logit: Tensor, log_g: Tensor, *, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gated DeltaNet: as `deltanet` with log_decay = log_g [B, T, H], the logarithm of g in (0, 1]."""
     gates = {"beta_logit": beta_logit}
     return _run("gated_deltanet", q, k, v, gates, log_g, scale, initial_state, output_final_state, cu_seqlens, backend)
 
 
 def gated_efla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta_logit: Tensor,
-    log_g: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, beta_logit: Tensor, log_g: Tensor, *, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gated EFLA: (e, w, g - 1) of `gated_coefficients` with g = exp(log_g [B, T, H]); q L2-normalised here, k raw."""
     gates = {"beta_logit": beta_logit}
     return _run("gated_efla", q, k, v, gates, log_g, scale, initial_state, output_final_state, cu_seqlens, backend)
 
 
 def _run(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: dict[str, Tensor],
-    log_decay: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor | None]:
+    op: str, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], log_decay: Tensor | None, scale: float | None,
+    initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None, backend: str,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """What the five ops share; `log_decay` is log_g for the gated models."""
     expect_4d("q", q, "[B, T, H, K]")
     expect_shape("k", k, tuple(q.shape), "[B, T, H, K] as q")

@@ -28,18 +28,9 @@ def delta_step(
 
 
 def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    erase: Tensor,
-    write: Tensor,
-    log_decay: Tensor | None,
-    *,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, erase: Tensor, write: Tensor, log_decay: Tensor | None, *, scale: float,
+    initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The delta rule by its definition; arguments and results as `efla_kernels.delta_rule`."""
     dtype = compute_dtype(q, k, v, erase, write, log_decay, initial_state)
     q_, k_, v_, e_, w_ = (x.to(dtype) for x in (q, k, v, erase, write))

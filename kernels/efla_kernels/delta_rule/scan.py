@@ -27,44 +27,18 @@ from efla_kernels.launch.tiles import (
 
 @triton.jit(do_not_specialize=["chunks_per_segment"])
 def scan_kernel(
-    q,
-    k,
-    v,
-    inverse,
-    scores,
-    table,
+    q, k, v, inverse, scores, table,
     initial,  # [N, segments, H, K, V] fp32, or unused
-    cu_seqlens,
-    first_chunk,
+    cu_seqlens, first_chunk,
     o,  # out [B, T, H, V]
     final,  # out [N, H, K, V] fp32, or unused
     states,  # out [chunks, H, K, V], or unused
     solved,  # out X [chunks, H, C, V], or unused
-    T,
-    chunks_per_segment,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    DECAYS: tl.constexpr,
-    INITIAL: tl.constexpr,
-    FINAL: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    SAVE: tl.constexpr,
-    PACKED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    T, chunks_per_segment, q_token, q_head, k_token, k_head, v_token, v_head,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SEGMENTS: tl.constexpr,
+    DECAYS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
+    PACKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     n, segment, h, column0 = scan_place(H, V, BV, SEGMENTS)
     first, length, chunk0 = sequence_span(n, T, cu_seqlens, first_chunk, PACKED)
     rows = tl.arange(0, CHUNK)

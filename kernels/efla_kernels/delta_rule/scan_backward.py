@@ -33,49 +33,26 @@ from efla_kernels.launch.tiles import (
 
 @triton.jit(do_not_specialize=["chunks_per_segment"])
 def scan_backward_kernel(
-    q,
-    k,
-    v,
-    do,
-    inverse,
+    q, k, v, do, inverse,
     scores,  # or unused
     table,
     d_final,  # [N, segments, H, K, V] fp32: gradient of the state at each segment's end, or unused
-    cu_seqlens,
-    first_chunk,
+    cu_seqlens, first_chunk,
     dv,  # out [B, T, H, V]
     d_initial,  # out [N, H, K, V] fp32, or unused
     d_states,  # out [chunks, H, K, V]
     d_solved,  # out dR [chunks, H, C, V], or unused
     d_writes,  # out rowsum(dR * V) of every block of V [B, T, H, blocks] fp32, or unused
-    T,
-    chunks_per_segment,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    DECAYS: tl.constexpr,
-    D_FINAL: tl.constexpr,
-    D_INITIAL: tl.constexpr,
+    T, chunks_per_segment, q_token, q_head, k_token, k_head, v_token, v_head,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SEGMENTS: tl.constexpr,
+    DECAYS: tl.constexpr, D_FINAL: tl.constexpr, D_INITIAL: tl.constexpr,
     SCORES: tl.constexpr,  # P was kept
     BOUNDED: tl.constexpr,  # see `decay_pairs`
     STORE: tl.constexpr,  # False: only the state's gradient is wanted (first pass of a split sequence)
     SOLVED: tl.constexpr,  # dR is wanted
     WRITES: tl.constexpr,  # d_writes are wanted
-    PACKED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    PACKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     n, segment, h, column0 = scan_place(H, V, BV, SEGMENTS)
     first, length, chunk0 = sequence_span(n, T, cu_seqlens, first_chunk, PACKED)
     rows = tl.arange(0, CHUNK)

@@ -1,4 +1,4 @@
-"""Kernel 1, parallel over chunks: what a chunk's tokens owe to each other, before any state is known.
+"""Kernel 1, parallel over chunks: how the tokens of a chunk act on each other, which needs no state.
 
     A_ij = e_i exp(b_i - b_j) k_i . k_j for j < i, else 0        T = (I + A)^{-1}
     P_ij = r_i exp(b_i - b_j) q_i . k_j for j <= i, else 0       r = scale / sqrt(|q|^2 + 1e-6); RAW: r = scale
@@ -68,32 +68,18 @@ def invert_unit_lower(A, precision: tl.constexpr):
 
 @triton.jit
 def solve_kernel(
-    q,
-    k,
+    q, k,
     gate,  # beta's logit [B, T, H]; RAW: erase
     write,  # RAW only
     decay,  # log_g [B, T, H]; RAW: log_decay
-    cu_seqlens,
-    first_chunk,
-    chunk_sequence,
+    cu_seqlens, first_chunk, chunk_sequence,
     inverse,  # out [chunks, H, C, C]
     scores,  # out P [chunks, H, C, C]
     table,  # out [chunks, H, 4 or 5, C]: e, w, r, with a decay b, |k|^2 (not RAW)
-    T,
-    scale,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    MODE: tl.constexpr,
-    DECAYS: tl.constexpr,
-    PACKED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    T, scale, q_token, q_head, k_token, k_head,
+    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, MODE: tl.constexpr, DECAYS: tl.constexpr,
+    PACKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     h = tl.program_id(0) % H
     m = (tl.program_id(0) // H).to(tl.int64)
     first, left, used = chunk_span(m, T, cu_seqlens, first_chunk, chunk_sequence, PACKED)

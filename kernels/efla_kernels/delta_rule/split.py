@@ -19,32 +19,13 @@ from efla_kernels.launch.tiles import CHUNK, load_state, load_tile, matrix, scan
 
 @triton.jit(do_not_specialize=["chunks_per_segment"])
 def transition_kernel(
-    k,
-    v,
-    inverse,
-    table,
-    cu_seqlens,
-    first_chunk,
+    k, v, inverse, table, cu_seqlens, first_chunk,
     transitions,  # out M [N, segments, H, K, K] fp32
     built,  # out N [N, segments, H, K, V] fp32
-    T,
-    chunks_per_segment,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    DECAYS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    T, chunks_per_segment, k_token, k_head, v_token, v_head,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SEGMENTS: tl.constexpr,
+    DECAYS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     n, segment, h, place = scan_place(H, V_BLOCKS * BV + K, BV, SEGMENTS)
     first, length, chunk0 = sequence_span(n, T, cu_seqlens, first_chunk, False)
@@ -93,18 +74,10 @@ def merge_kernel(
     outer,  # forward the initial state, backward the final state's gradient [N, H, K, V] fp32, or unused
     carried,  # out [N, segments, H, K, V] fp32: forward each segment's first state, backward its last state's gradient
     left_over,  # out [N, H, K, V] fp32, backward only: the gradient of the initial state, or unused
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    REVERSE: tl.constexpr,
-    OUTER: tl.constexpr,
-    LEFT_OVER: tl.constexpr,
-    PRECISION: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SEGMENTS: tl.constexpr,
+    REVERSE: tl.constexpr, OUTER: tl.constexpr, LEFT_OVER: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     n, _, h, column0 = scan_place(H, V, BV, 1)
     S = tl.zeros([BK, BV], tl.float32)
     if OUTER:

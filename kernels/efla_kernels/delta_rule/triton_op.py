@@ -56,20 +56,9 @@ delta = register("delta_rule", _forward, _fake, Autograd(buffers.kept, _backward
 
 
 def _run(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
-    write: Tensor | None,
-    decay: Tensor | None,
-    *,
-    recompute: bool,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+    op: str, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, write: Tensor | None, decay: Tensor | None, *,
+    recompute: bool, scale: float, initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """One of `MODES` by its kernels; arguments as the public op has checked them."""
     B, T, H, K = q.shape
     V = v.shape[3]

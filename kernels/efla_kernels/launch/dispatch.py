@@ -19,14 +19,9 @@ _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def launch(
-    kernel: Any,
-    programs: int,
-    *arguments: Any,
-    num_warps: int,
-    num_stages: int = 3,
-    registers: int = 0,
+    kernel: Any, programs: int, *arguments: Any, num_warps: int, num_stages: int = 3, registers: int = 0,
     **constants: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Run a @triton.jit function over a grid of `programs`.
 
     arguments are its run-time arguments by position, all of them before the constants in its signature; tensors among

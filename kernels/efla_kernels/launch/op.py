@@ -75,14 +75,9 @@ class Autograd(NamedTuple):
 
 
 def register(
-    name: str,
-    forward: Callable[..., Any],
-    fake: Callable[..., Any],
-    autograd: Autograd | None = None,
-    *,
-    results: int | None = None,
-    mutates: tuple[str, ...] = (),
-) -> Any:
+    name: str, forward: Callable[..., Any], fake: Callable[..., Any], autograd: Autograd | None = None, *,
+    results: int | None = None, mutates: tuple[str, ...] = (),
+) -> Any:  # fmt: skip
     """Register the op efla_kernels::`name` and return the function of the op's Inputs that callers use.
 
     It returns all outputs, or the first `results` of them, or one tensor where that is all. mutates: the inputs that

@@ -1,9 +1,10 @@
-"""Where a program's chunk lies: the same arithmetic for equal rows and for packed segments.
+"""Which tokens a program's chunk has: the same arithmetic for equal rows and for packed segments.
 
-Chunks are numbered through: chunk m of the whole launch has its slot in every buffer of chunk data ([chunks, H, ...]).
-Equal rows: row b's chunk c is m = b * ceil(T / C) + c. Packed: sequence n's chunks start at first_chunk[n], and
-chunk_sequence[m] names the sequence of chunk m (-1 for slots that no chunk uses: their number is an upper bound, so
-that nobody waits for the device to count them). ROWS is the chunk, or the tile: CHUNK unless a kernel names its own.
+Chunks are numbered through: chunk m of the whole launch has its slot in every buffer of chunk data ([chunks, H,
+...]). Equal rows: row b's chunk c is m = b * ceil(T / C) + c. Packed: sequence n's chunks start at first_chunk[n],
+and chunk_sequence[m] names the sequence of chunk m (-1 for slots that no chunk uses: their number is an upper bound,
+so that the host need not wait for the device to count them). ROWS is the chunk, or the tile: CHUNK unless a kernel
+names its own.
 """
 
 from __future__ import annotations
@@ -57,15 +58,9 @@ def chunk_span(m, T, cu_seqlens, first_chunk, chunk_sequence, PACKED: tl.constex
 
 @triton.jit
 def load_rows(
-    base,
-    stride,
-    left,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    column0,
-    dtype: tl.constexpr,
-    ROWS: tl.constexpr = CHUNK,
-):
+    base, stride, left,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, column0, dtype: tl.constexpr, ROWS: tl.constexpr = CHUNK,
+):  # fmt: skip
     """Rows 0..ROWS-1 (zeros from `left` on) and columns column0..column0+BLOCK-1 (zeros from WIDTH on) at `base`."""
     rows = tl.arange(0, ROWS)
     columns = column0 + tl.arange(0, BLOCK)
@@ -121,16 +116,9 @@ def matrix(base, rows, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl
 
 @triton.jit
 def load_tile(
-    handle,
-    rows,
-    stride,
-    row0,
-    column0,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TMA: tl.constexpr,
-    ROWS: tl.constexpr = CHUNK,
-):
+    handle, rows, stride, row0, column0,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr = CHUNK,
+):  # fmt: skip
     """Tile [ROWS, BLOCK] of a `matrix` at (row0, column0), zeros outside of it."""
     if TMA:
         return handle.load([row0, column0])
