@@ -49,7 +49,7 @@ class SwiGLU(nn.Module):
             gate, up = projections.scaled(gate_up).chunk(2, dim=-1)
             return plus(residual, self.down_proj(F.silu(gate) * up))
         weight = self.down_proj.weight.to(gate_up.dtype)
-        return efla_kernels.swiglu_linear(gate_up, weight, row_scale=row_scale, onto=residual, backend=self.backend)
+        return efla_kernels.swiglu_linear(gate_up, weight, row_scale=row_scale, residual=residual, backend=self.backend)
 
 
 class ShortConvolution(nn.Module):

@@ -156,7 +156,7 @@ def add_linear(x: Tensor | Normed, linear: nn.Module, y: Tensor, backend: str = 
     """linear(y) of a branch whose input is x, the residual added where x carries one."""
     residual = residual_of(x)
     if isinstance(residual, Stream) and weight_suffices(linear, y):
-        return efla_kernels.linear(y, linear.weight.to(y.dtype), onto=residual, backend=backend)  # type: ignore[arg-type]
+        return efla_kernels.linear(y, linear.weight.to(y.dtype), residual=residual, backend=backend)  # type: ignore[arg-type]
     return plus(residual, linear(y))
 
 
@@ -168,7 +168,7 @@ def add_normed_linear(
     if not (torch.is_grad_enabled() and weight_suffices(norm, y) and weight_suffices(linear, y)):
         return plus(residual, linear(norm(y, *gate).flatten(2)))
     unit, weight = norm.unweighted(y, *gate).flatten(2), _folded(norm, linear, y.dtype)
-    return efla_kernels.linear(unit, weight, onto=residual, backend=norm.backend)
+    return efla_kernels.linear(unit, weight, residual=residual, backend=norm.backend)
 
 
 def residual_of(x: Tensor | Normed) -> Tensor | Stream | None:

@@ -22,9 +22,10 @@ from efla_kernels.delta_rule.ops import delta_rule, deltanet, efla, gated_deltan
 from efla_kernels.layers.convolution import convolution_state, short_convolution
 from efla_kernels.layers.cross_entropy import linear_cross_entropy
 from efla_kernels.layers.linear import linear
-from efla_kernels.layers.norm_linear import norm_linear, unit_rms_norm
+from efla_kernels.layers.norm_linear import norm_linear
 from efla_kernels.layers.residual import Stream
 from efla_kernels.layers.swiglu import swiglu_linear
+from efla_kernels.layers.unit_norm import unit_rms_norm
 from efla_kernels.ssd import chunked as _ssd_chunked
 from efla_kernels.ssd import reference as _ssd_reference
 from efla_kernels.ssd.ops import fuses_mamba2_step, mamba2, mamba2_step, ssd

@@ -156,8 +156,8 @@ def test_norm_linear_against_float64(
 
     def fused(leaves: dict[str, Tensor], weights: list[Tensor], narrow: Tensor | None) -> list[Tensor]:
         stream, raws, r, logits = norm_linear(leaves["h"], weights, narrow, eps=1e-6)
-        sums = [linear(leaves["y"], leaves["back"], onto=stream)]
-        sums.append(swiglu_linear(leaves["gate_up"], leaves["down"], onto=stream))
+        sums = [linear(leaves["y"], leaves["back"], residual=stream)]
+        sums.append(swiglu_linear(leaves["gate_up"], leaves["down"], residual=stream))
         return [*sums, *((raw * r[..., None]).to(dtype) for raw in raws), *([] if logits is None else [logits])]
 
     results = []

@@ -6,8 +6,8 @@ import pytest
 import torch
 from efla_kernels import linear, linear_cross_entropy
 from efla_kernels.layers.tuned_matmul import cublaslt
-from efla_kernels.layers.tuned_matmul import matmul as products
-from efla_kernels.layers.tuned_matmul.matmul import add_product, product, product_onto
+from efla_kernels.layers.tuned_matmul import matmul as matmuls
+from efla_kernels.layers.tuned_matmul.matmul import addmm, addmm_, matmul
 from torch import Tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -34,29 +34,29 @@ def test_against_float64(shape: tuple[int, int, int], transposed: tuple[bool, bo
     M, N, K = shape
     a, b = operand(M, K, transposed[0]), operand(K, N, transposed[1], wider=256)
     expected = a.double() @ b.double()
-    got = product(a, b)
+    got = matmul(a, b)
     assert got.dtype == torch.bfloat16 and got.is_contiguous() and error(got, expected) < 2.5e-3
-    assert torch.equal(got, product(a, b))
+    assert torch.equal(got, matmul(a, b))
     wide = torch.empty(M, N, device="cuda")
     bound = max(1e-5, 1.2e-9 * K)  # the tensor cores' sums truncate
-    assert product(a, b, out=wide) is wide and error(wide, expected) < bound
-    add_product(wide, a, b)
+    assert matmul(a, b, out=wide) is wide and error(wide, expected) < bound
+    addmm_(wide, a, b)
     assert error(wide, 2 * expected) < bound
-    add_product(got, a, b)
+    addmm_(got, a, b)
     assert error(got, 2 * expected) < 4e-3
     x, before = got, got.clone()
-    assert error(product_onto(x, a, b), x.double() + expected) < 2.5e-3 and torch.equal(x, before)
+    assert error(addmm(x, a, b), x.double() + expected) < 2.5e-3 and torch.equal(x, before)
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and not products._measured(0), reason="other algorithms there")
+@pytest.mark.skipif(torch.cuda.is_available() and not matmuls._measured(0), reason="other algorithms there")
 @pytest.mark.parametrize(
     ("left", "right", "algorithm"),
     [
-        ((65536, 1024, False), (1024, 5632, True), products.TILES_176_128),
-        ((16384, 1024, False), (1024, 3072, True), products.TILES_128_160),
-        ((65536, 1024, False), (1024, 2816, False), products.TILES_128_160),
-        ((5632, 65536, True), (65536, 1024, False), products.THIRDS_256_128),
-        ((32000, 4096, True), (4096, 1024, False), products.TILES_128_128),
+        ((65536, 1024, False), (1024, 5632, True), matmuls.TILES_176_128),
+        ((16384, 1024, False), (1024, 3072, True), matmuls.TILES_128_160),
+        ((65536, 1024, False), (1024, 2816, False), matmuls.TILES_128_160),
+        ((5632, 65536, True), (65536, 1024, False), matmuls.THIRDS_256_128),
+        ((32000, 4096, True), (4096, 1024, False), matmuls.TILES_128_128),
     ],
 )
 def test_an_algorithm_of_ours_runs(
@@ -65,10 +65,10 @@ def test_an_algorithm_of_ours_runs(
     """What `preferred` names is offered, for products of a 340M model: no choice of torch's in silence."""
     a, b = operand(*left), operand(*right)
     dtype = torch.float32 if left[0] == 32000 else torch.bfloat16
-    plan = products._plan(a, b, dtype)
+    plan = matmuls._plan(a, b, dtype)
     assert plan is not None and plan.algorithm == algorithm
     out = torch.empty(left[0], right[1], device="cuda", dtype=dtype)
-    assert error(product(a, b, out=out), a.double() @ b.double()) < (3e-5 if dtype == torch.float32 else 2.5e-3)
+    assert error(matmul(a, b, out=out), a.double() @ b.double()) < (3e-5 if dtype == torch.float32 else 2.5e-3)
 
 
 @pytest.mark.parametrize("shape", [(65536, 1024, 1024), (65536, 2816, 1024), (49152, 5632, 2048), (64, 1024, 1024)])
@@ -77,11 +77,11 @@ def test_a_sum_is_not_copied_first(shape: tuple[int, int, int]) -> None:
     the result and what the algorithm itself wants."""
     M, K, N = shape
     a, b, x = operand(M, K, False), operand(K, N, True), operand(M, N, False)
-    plan = products._plan(a, b, torch.bfloat16, x, apart=True)
+    plan = matmuls._plan(a, b, torch.bfloat16, x, apart=True)
     assert plan is not None
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    y = product_onto(x, a, b)
+    y = addmm(x, a, b)
     assert torch.cuda.max_memory_allocated() - before <= y.nbytes + plan.found.workspace + 1024
     assert error(y, x.double() + a.double() @ b.double()) < 2.5e-3
 
@@ -89,14 +89,14 @@ def test_a_sum_is_not_copied_first(shape: tuple[int, int, int]) -> None:
 def test_operands_that_are_not_multiplied() -> None:
     """Empty ones give zeros; of another type or place torch says so, and nothing is read as what it is not."""
     x, weight = operand(4096, 1024, False), operand(1024, 1024, False)
-    assert product(x[:0], weight).shape == (0, 1024)
-    assert torch.equal(product(x[:, :0], weight[:0]), torch.zeros_like(x))
+    assert matmul(x[:0], weight).shape == (0, 1024)
+    assert torch.equal(matmul(x[:, :0], weight[:0]), torch.zeros_like(x))
     for bad in (weight.float(), weight.half(), weight.cpu()):
         with pytest.raises(RuntimeError):
-            product(x, bad)
+            matmul(x, bad)
     for bad in (x.float(), x.cpu(), x[:8]):
         with pytest.raises(RuntimeError):
-            product_onto(bad, x, weight)
+            addmm(bad, x, weight)
     with pytest.raises(RuntimeError):
         linear_cross_entropy(x, weight.float(), torch.zeros(4096, dtype=torch.int64, device="cuda"))
 
@@ -107,26 +107,26 @@ def test_results_and_operands_off_the_alignment() -> None:
     expected = x.double() @ weight.double()
     for first in (0, 1, 8):
         out = room[first : first + 8192 * 1024].view(8192, 1024)
-        assert error(product(x, weight, out=out), expected) < 2.5e-3
-        assert error(product(out.copy_(x), weight), expected) < 2.5e-3
+        assert error(matmul(x, weight, out=out), expected) < 2.5e-3
+        assert error(matmul(out.copy_(x), weight), expected) < 2.5e-3
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_a_device_that_is_not_the_current_one() -> None:
     x, weight = operand(8192, 1024, False).to("cuda:1"), operand(1024, 1024, False).to("cuda:1")
-    got = product(x, weight)
+    got = matmul(x, weight)
     assert got.device == x.device and error(got, x.double() @ weight.double()) < 2.5e-3
     with torch.cuda.device(1):
-        assert error(product(x, weight), x.double() @ weight.double()) < 2.5e-3
+        assert error(matmul(x, weight), x.double() @ weight.double()) < 2.5e-3
 
 
 def test_in_a_graph() -> None:
     x, weight = operand(8192, 1024, False), operand(1024, 1024, False)
-    expected = product(x, weight.t())
+    expected = matmul(x, weight.t())
     out = torch.empty_like(expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        product(x, weight.t(), out=out)
+        matmul(x, weight.t(), out=out)
     graph.replay()
     assert torch.equal(out, expected)
 

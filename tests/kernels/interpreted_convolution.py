@@ -152,16 +152,9 @@ def test_registration(case: ConvolutionCase) -> None:
     leaves = {key: x.detach().requires_grad_() for key, x in tensors.items() if key not in CONSTANTS}
     starts = None if case.cu_seqlens is None else torch.tensor([0, 1, 1, 1], dtype=torch.int32)
     widths = list(case.widths)
-    arguments = (
-        leaves["x"],
-        leaves["weight"],
-        leaves.get("bias"),
-        leaves.get("state"),
-        starts,
-        tensors.get("row_scale"),
-        widths,
-    )
-    torch.library.opcheck(kernels.convolution, arguments)
+    bias, state, scale = leaves.get("bias"), leaves.get("state"), tensors.get("row_scale")
+    arguments = (leaves["x"], leaves["weight"], bias, state, starts, scale, widths)
+    torch.library.opcheck(kernels.convolution.op, arguments)
     plain = [None if t is None else t.detach() for t in arguments[:4]]
-    backward = ([part.contiguous() for part in dy.split(widths, -1)], *plain, starts, tensors.get("row_scale"), widths)
-    torch.library.opcheck(kernels.convolution_backward, backward)
+    parts = [*dy.split(widths, -1), *[dy.new_empty(0)] * (3 - len(widths))]
+    torch.library.opcheck(kernels.convolution.backward_op, (*parts, *plain, starts, scale, widths))

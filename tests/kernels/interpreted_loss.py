@@ -19,14 +19,13 @@ def test_fused_equals_float64(
     tokens: int, vocabulary: int, spread: float, most_held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows in uneven blocks, held or read twice, vocabularies off the block, logits beyond exp's range."""
-    monkeypatch.setattr(cross_entropy, "logit_rows", lambda *_: 7)
     monkeypatch.setattr(cross_entropy, "MOST_HELD", most_held)
     monkeypatch.setattr(cross_entropy, "BLOCK", 1024)
     generator = torch.Generator().manual_seed(0)
     hidden = (torch.randn(tokens, 16, generator=generator) * spread).requires_grad_()
     weight = torch.randn(vocabulary, 16, generator=generator).requires_grad_()
     targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
-    loss = cross_entropy.fused_linear_cross_entropy(hidden, weight, targets)
+    loss = cross_entropy.fused_linear_cross_entropy(hidden, weight, targets, rows=7)
     truth = reference(hidden, weight, targets)
     assert abs(loss.item() / truth.item() - 1) < 1e-6
     ours = torch.autograd.grad(loss * 0.25, (hidden, weight))
@@ -41,13 +40,13 @@ def test_ignored_targets_cost_nothing() -> None:
     weight = torch.randn(40, 16, generator=generator).requires_grad_()
     targets = torch.tensor([3, -100, 5, -100, -100, 39])
     kept = targets >= 0
-    loss = cross_entropy.fused_linear_cross_entropy(hidden, weight, targets)
-    alone = cross_entropy.fused_linear_cross_entropy(hidden[kept], weight, targets[kept])
+    loss = cross_entropy.fused_linear_cross_entropy(hidden, weight, targets, rows=6)
+    alone = cross_entropy.fused_linear_cross_entropy(hidden[kept], weight, targets[kept], rows=3)
     torch.testing.assert_close(loss, alone)
     d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
     assert not d_hidden[~kept].any()
     torch.testing.assert_close(d_weight, torch.autograd.grad(alone, weight)[0])
-    nothing = cross_entropy.fused_linear_cross_entropy(hidden, weight, torch.full((6,), -100))
+    nothing = cross_entropy.fused_linear_cross_entropy(hidden, weight, torch.full((6,), -100), rows=6)
     assert nothing.item() == 0 and not torch.autograd.grad(nothing, hidden)[0].any()
 
 
@@ -56,8 +55,16 @@ def test_without_gradients_the_same_loss() -> None:
     hidden, weight = torch.randn(6, 16, generator=generator), torch.randn(40, 16, generator=generator)
     targets = torch.arange(6)
     with torch.no_grad():
-        loss = cross_entropy.fused_linear_cross_entropy(hidden, weight, targets)
+        loss = cross_entropy.fused_linear_cross_entropy(hidden, weight, targets, rows=6)
     assert abs(loss.item() / reference(hidden, weight, targets).item() - 1) < 1e-6
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_op_is_well_formed(gradients: bool) -> None:
+    """Fake tensors, autograd and schema; without gradients nothing asks for them."""
+    hidden, weight = torch.randn(6, 16), torch.randn(40, 16)
+    leaves = [x.requires_grad_(gradients) for x in (hidden, weight)]
+    torch.library.opcheck(cross_entropy.cross_entropy_op.op, (*leaves, torch.arange(6), 4, gradients))
 
 
 @pytest.mark.parametrize("held", [True, False])

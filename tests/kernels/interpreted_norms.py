@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from efla_kernels.layers import norm_linear as norms
+from efla_kernels.layers.norm_linear import norm_linear_op
+from efla_kernels.layers.unit_norm import unit_norm_op
 from efla_kernels.selftest.run import poisoned_memory
 
 from tests.kernels.test_norms import EPS, SHAPES, Shape, case, check, check_unit, ours, truth
@@ -33,5 +34,7 @@ def test_the_ops_are_well_formed(shape: Shape, kernels: bool) -> None:
     leaves, _ = case(shape, torch.float32)
     flat = {name: t.detach().reshape(-1, shape.D).requires_grad_() for name, t in leaves.items()}
     inputs = [flat.get(name) for name in ("h", "weight0", "weight1", "narrow")]
-    torch.library.opcheck(norms._norm_linear_op, (*inputs, EPS, kernels))
-    torch.library.opcheck(norms._unit_op, (flat["h"], EPS, kernels))
+    torch.library.opcheck(norm_linear_op.op, (*inputs, EPS, kernels))
+    torch.library.opcheck(unit_norm_op.op, (flat["h"], EPS, kernels))
+    y = torch.randn_like(flat["h"])
+    torch.library.opcheck(unit_norm_op.backward_op, (torch.randn_like(y), y, torch.rand(len(y)), kernels))

@@ -46,8 +46,8 @@ def test_16_bit_inputs_are_rounded_once(shape: tuple[int, ...], dtype: torch.dty
 def test_the_backward_pass_has_the_product_of_the_forward_pass(scaled: bool) -> None:
     """With W = 1 y is h, and so is dW with dy = 1."""
     gate_up, row_scale = case((40, 80), torch.float32)[0].detach(), factors((40, 80), scaled)
-    _, d_weight = kernels._backward(torch.eye(40), gate_up, torch.eye(40), row_scale)
-    assert torch.equal(d_weight, kernels._forward(gate_up, torch.eye(40), row_scale, None, None))
+    _, d_weight = kernels.swiglu_op.backward_op(torch.eye(40), gate_up, torch.eye(40), row_scale)
+    assert torch.equal(d_weight, kernels.swiglu_op.op(gate_up, torch.eye(40), row_scale, None, None))
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -55,8 +55,8 @@ def test_the_ops_are_well_formed(scaled: bool) -> None:
     gate_up, weight, dy = case((3, 40), torch.float32)
     row_scale = factors((3, 40), scaled)
     for stream in ((None, None), (torch.randn(dy.shape), torch.zeros(dy.shape, requires_grad=True))):
-        torch.library.opcheck(kernels.swiglu_linear, (gate_up, weight, row_scale, *stream))
-    torch.library.opcheck(kernels.swiglu_backward, (dy, gate_up.detach(), weight.detach(), row_scale))
+        torch.library.opcheck(kernels.swiglu_op.op, (gate_up, weight, row_scale, *stream))
+    torch.library.opcheck(kernels.swiglu_op.backward_op, (dy, gate_up.detach(), weight.detach(), row_scale))
 
 
 @pytest.mark.parametrize("kind", ["none", "selective", "products", "full"])

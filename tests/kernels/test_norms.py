@@ -71,7 +71,7 @@ def ours(
     products = [(raw * r[..., None]).to(raw.dtype) for raw in raws]
     results = [*([] if logits is None else [logits]), *products]
     if len(slopes) > len(results):
-        results.insert(0, stream.plus(torch.zeros_like(stream.values)))
+        results.insert(0, stream.add(torch.zeros_like(stream.values)))
     return with_gradients(results, leaves, slopes)
 
 
@@ -122,7 +122,7 @@ def test_results_without_a_gradient(present: int) -> None:
         weights = [leaf["weight0"], leaf["weight1"]]
         stream, raws, r, logits = norm_linear(leaf["h"], weights, leaf["narrow"], eps=EPS)
         assert logits is not None
-        result = [stream.plus(torch.zeros(())), logits, *(raw * r[..., None] for raw in raws)][present]
+        result = [stream.add(torch.zeros(())), logits, *(raw * r[..., None] for raw in raws)][present]
         gradients = torch.autograd.grad(result, list(leaf.values()), slopes[present], materialize_grads=True)
         found.append(dict(zip(leaf, gradients, strict=True)))
     for name, t in found[0].items():

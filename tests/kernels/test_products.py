@@ -13,22 +13,22 @@ import torch
 import torch.nn.functional as F
 from efla_kernels import linear, norm_linear
 from efla_kernels.layers import norm_linear as norms
-from efla_kernels.layers.linear import _backward_op, _op
+from efla_kernels.layers.linear import linear_op
 from efla_kernels.layers.tuned_matmul import cublaslt
-from efla_kernels.layers.tuned_matmul import matmul as products
+from efla_kernels.layers.tuned_matmul import matmul as matmuls
 from efla_kernels.layers.tuned_matmul.cublaslt import Algorithm, Matrix, matrix
-from efla_kernels.layers.tuned_matmul.matmul import add_product, preferred, product, product_onto
+from efla_kernels.layers.tuned_matmul.matmul import addmm, addmm_, matmul, preferred
 
 
 def test_products_are_those_of_torch() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(5, 7, generator=generator), torch.randn(3, 7, generator=generator).t()
-    assert torch.equal(product(a, b), a @ b)
+    assert torch.equal(matmul(a, b), a @ b)
     out = torch.empty(5, 3)
-    assert product(a, b, out=out) is out and torch.equal(out, a @ b)
-    add_product(out, a, b)
+    assert matmul(a, b, out=out) is out and torch.equal(out, a @ b)
+    addmm_(out, a, b)
     assert torch.allclose(out, 2 * (a @ b))
-    assert torch.allclose(product_onto(out, a, b), 3 * (a @ b)) and torch.allclose(out, 2 * (a @ b))
+    assert torch.allclose(addmm(out, a, b), 3 * (a @ b)) and torch.allclose(out, 2 * (a @ b))
 
 
 def test_how_a_matrix_lies_in_memory() -> None:
@@ -108,29 +108,29 @@ def on_gpu(device: int = 0, dtype: torch.dtype = torch.bfloat16, offset: int = 0
 
 def test_what_does_not_fit_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read as bf16 on the current device, numbers of another type or place would be garbage, or a fault."""
-    monkeypatch.setattr(products, "_measured", lambda device: True)
+    monkeypatch.setattr(matmuls, "_measured", lambda device: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cublaslt, "choose", lambda *_: "plan")
     good, dtype = on_gpu(), torch.bfloat16
-    assert products._plan(good, good, dtype) == products._plan(good, good, torch.float32, on_gpu()) == "plan"
+    assert matmuls._plan(good, good, dtype) == matmuls._plan(good, good, torch.float32, on_gpu()) == "plan"
     for bad in (on_gpu(dtype=torch.float32), on_gpu(device=1), on_gpu(offset=128)):
-        assert products._plan(good, bad, dtype) is None and products._plan(bad, good, dtype) is None
-    assert products._plan(good, torch.zeros(8, 8, dtype=dtype), dtype) is None  # of the CPU
-    assert products._plan(on_gpu(device=1), on_gpu(device=1), dtype) is None
+        assert matmuls._plan(good, bad, dtype) is None and matmuls._plan(bad, good, dtype) is None
+    assert matmuls._plan(good, torch.zeros(8, 8, dtype=dtype), dtype) is None  # of the CPU
+    assert matmuls._plan(on_gpu(device=1), on_gpu(device=1), dtype) is None
     for bad in (on_gpu(offset=128), on_gpu(device=1), torch.zeros(8, 8, dtype=dtype)):
-        assert products._plan(good, good, dtype, bad) is None
+        assert matmuls._plan(good, good, dtype, bad) is None
     for shape, strides in (((8, 8), (16, 1)), ((8, 8), (1, 8)), ((4, 8), (8, 1)), ((8, 16), (16, 1))):
         out = torch.empty(1024, dtype=dtype)[-128:].as_strided(shape, strides)
         lies = {"device": good.device, "data_ptr": lambda: 4096}
         out = SimpleNamespace(shape=shape, numel=out.numel, stride=out.stride, t=out.t, **lies)
-        assert products._plan(good, good, dtype, out) is None  # it would be written as if it were [8, 8], row by row
+        assert matmuls._plan(good, good, dtype, out) is None  # it would be written as if it were [8, 8], row by row
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # whose graphs hold torch's products
-    assert products._plan(good, good, dtype) is None
+    assert matmuls._plan(good, good, dtype) is None
 
 
 def test_backend_torch_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("product", "add_product"):
-        monkeypatch.setattr(norms, name, lambda *_: pytest.fail("a product of ours"))
+    for name in ("matmul", "addmm_"):
+        monkeypatch.setattr(norms, name, lambda *_: pytest.fail("a matmul of ours"))
     x = torch.randn(3, 8, requires_grad=True)
     weights = [torch.randn(4, 8, requires_grad=True), torch.randn(2, 8, requires_grad=True)]
     _, raws, _, _ = norm_linear(x, weights, eps=1e-6, backend="torch")
@@ -140,13 +140,13 @@ def test_backend_torch_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("measured", [False, True])
 def test_a_sum_apart_has_a_plan_on_every_gpu(monkeypatch: pytest.MonkeyPatch, measured: bool) -> None:
     """By the preferred algorithm where those were measured, else by the first that is offered, which torch takes."""
-    monkeypatch.setattr(products, "_measured", lambda device: measured)
+    monkeypatch.setattr(matmuls, "_measured", lambda device: measured)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cublaslt, "choose", lambda *arguments: arguments[-1])
     x, dtype = on_gpu(), torch.bfloat16
-    assert products._plan(x, x, dtype) is (preferred if measured else None)
-    choice = products._plan(x, x, dtype, x, apart=True)
-    others, ours = [Algorithm(24, 7, 1), Algorithm(29, 3, 1)], products.TILES_128_160
+    assert matmuls._plan(x, x, dtype) is (preferred if measured else None)
+    choice = matmuls._plan(x, x, dtype, x, apart=True)
+    others, ours = [Algorithm(24, 7, 1), Algorithm(29, 3, 1)], matmuls.TILES_128_160
     sizes = of(65536, 1024, 1024)
     assert choice(*sizes, [*others, ours]) == (2 if measured else 0)  # type: ignore[operator]
     assert choice(*sizes, others) == 0 and choice(*sizes, []) is None  # type: ignore[operator]
@@ -161,22 +161,22 @@ def of(M: int, K: int, N: int, transposed: bool = False) -> tuple[Matrix, Matrix
 @pytest.mark.parametrize(
     ("shape", "transposed", "algorithm"),
     [
-        ((65536, 1024, 5632), False, products.TILES_176_128),
-        ((49152, 2048, 6144), False, products.TILES_176_128),
-        ((4096, 1024, 32000), False, products.TILES_176_128),
-        ((65536, 1024, 3072), False, products.TILES_128_160),  # 17.5 tiles of 176
-        ((65536, 2816, 1024), False, products.TILES_128_160),
+        ((65536, 1024, 5632), False, matmuls.TILES_176_128),
+        ((49152, 2048, 6144), False, matmuls.TILES_176_128),
+        ((4096, 1024, 32000), False, matmuls.TILES_176_128),
+        ((65536, 1024, 3072), False, matmuls.TILES_128_160),  # 17.5 tiles of 176
+        ((65536, 2816, 1024), False, matmuls.TILES_128_160),
         ((65536, 5632, 1024), False, None),  # a long sum
         ((512, 1024, 5632), False, None),  # few rows
-        ((5632, 65536, 1024), True, products.THIRDS_256_128),  # 176 tiles: 4 rounds of 132 in thirds
+        ((5632, 65536, 1024), True, matmuls.THIRDS_256_128),  # 176 tiles: 4 rounds of 132 in thirds
         ((3072, 65536, 1024), True, None),  # 96 tiles: 2.2 rounds
         ((5632, 16384, 1024), True, None),  # too short for thirds
-        ((32000, 4096, 1024), True, products.TILES_128_128),
+        ((32000, 4096, 1024), True, matmuls.TILES_128_128),
     ],
 )
 def test_the_preferred_algorithm(shape: tuple[int, int, int], transposed: bool, algorithm: Algorithm | None) -> None:
     others = [Algorithm(24, 7, 1), Algorithm(29, 3, 1)]
-    ours = [products.TILES_128_128, products.TILES_128_160, products.THIRDS_256_128, products.TILES_176_128]
+    ours = [matmuls.TILES_128_128, matmuls.TILES_128_160, matmuls.THIRDS_256_128, matmuls.TILES_176_128]
     offered = [others[0], *ours, others[1]]
     left, right = of(*shape, transposed)
     index = preferred(left, right, offered)
@@ -185,7 +185,7 @@ def test_the_preferred_algorithm(shape: tuple[int, int, int], transposed: bool, 
 
 
 def test_the_next_best_where_one_is_not_offered() -> None:
-    assert preferred(*of(65536, 1024, 5632), [Algorithm(24, 7, 1), products.TILES_128_160]) == 1
+    assert preferred(*of(65536, 1024, 5632), [Algorithm(24, 7, 1), matmuls.TILES_128_160]) == 1
 
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
@@ -213,11 +213,12 @@ def test_the_ops_of_linear_are_well_formed(rows: int, wanted: tuple[bool, bool])
     """Also of a gradient that lies expanded or transposed; empty is what nobody asks for."""
     x, weight = torch.randn(rows, 8), torch.randn(3, 8)
     leaves = [z.clone().requires_grad_(want) for z, want in zip((x, weight), wanted, strict=True)]
-    torch.library.opcheck(_op, (*leaves, None, None))
-    torch.library.opcheck(_op, (*leaves, torch.randn(rows, 3), torch.zeros(rows, 3, requires_grad=True)))
+    torch.library.opcheck(linear_op.op, (*leaves, None, None))
+    torch.library.opcheck(linear_op.op, (*leaves, torch.randn(rows, 3), torch.zeros(rows, 3, requires_grad=True)))
     for dy in (torch.randn(rows, 3), torch.randn(3, rows).t(), torch.ones(()).expand(rows, 3)):
-        torch.library.opcheck(_backward_op, (dy, x, weight, *wanted), test_utils=("test_schema", "test_faketensor"))
-        got = _backward_op(dy, x, weight, *wanted)
+        arguments = (dy, x, weight, *wanted)
+        torch.library.opcheck(linear_op.backward_op, arguments, test_utils=("test_schema", "test_faketensor"))
+        got = linear_op.backward_op(dy, x, weight, *wanted)
         for z, expected, want in zip(got, (dy @ weight, dy.t() @ x), wanted, strict=True):
             assert torch.allclose(z, expected) if want else z.numel() == 0
 

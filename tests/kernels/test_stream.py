@@ -22,9 +22,9 @@ def leaves(dtype: torch.dtype, rows: tuple[int, ...] = (2, 9)) -> dict[str, Tens
 
 def fused(x: dict[str, Tensor], backend: str) -> Tensor:
     stream, (raw,), r, _ = norm_linear(x["h"], [x["first"]], eps=EPS, backend=backend)
-    h = linear((raw * r[..., None]).to(raw.dtype).tanh(), x["back"], onto=stream, backend=backend)
+    h = linear((raw * r[..., None]).to(raw.dtype).tanh(), x["back"], residual=stream, backend=backend)
     stream, (raw,), r, _ = norm_linear(h, [x["gate_up"]], eps=EPS, backend=backend)
-    return swiglu_linear(raw, x["down"], row_scale=r, onto=stream, backend=backend)
+    return swiglu_linear(raw, x["down"], row_scale=r, residual=stream, backend=backend)
 
 
 def plain(x: dict[str, Tensor]) -> Tensor:
@@ -54,12 +54,12 @@ def run(dtype: torch.dtype, bound: float, backend: str, compiled: bool, rows: tu
 
 
 def test_a_map_of_another_kind_adds_to_it_too() -> None:
-    """`plus` has the gradients of a sum, together with the norm's."""
+    """`add` has the gradients of a sum, together with the norm's."""
     x = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
     weight, update = torch.randn(4, 16, dtype=torch.float64), torch.randn(3, 16, dtype=torch.float64)
     stream, (raw,), r, _ = norm_linear(x, [weight], eps=EPS)
-    assert torch.equal(stream.plus(update), x + update)
-    got = torch.autograd.grad((stream.plus(update).sin().sum() + (raw * r[:, None]).sum()), x)
+    assert torch.equal(stream.add(update), x + update)
+    got = torch.autograd.grad((stream.add(update).sin().sum() + (raw * r[:, None]).sum()), x)
     expected = torch.autograd.grad((x + update).sin().sum() + (F.rms_norm(x, (16,), eps=EPS) @ weight.t()).sum(), x)
     torch.testing.assert_close(got, expected)
 
@@ -71,7 +71,7 @@ def test_a_tensor_is_added_to_as_a_stream_is() -> None:
     r = torch.rand(2, 9, dtype=torch.float64)
     stream = norm_linear(x["h"], [x["first"]], eps=EPS)[0]
     for call in (
-        lambda h: linear(y[..., :6], back, onto=h), lambda h: swiglu_linear(y, x["down"], row_scale=r, onto=h)
+        lambda h: linear(y[..., :6], back, residual=h), lambda h: swiglu_linear(y, x["down"], row_scale=r, residual=h)
     ):  # fmt: skip
         got = call(x["h"])
         torch.testing.assert_close(got, call(stream))
@@ -86,13 +86,13 @@ def test_the_link_takes_no_memory() -> None:
 def test_what_does_not_fit_is_named() -> None:
     stream = Stream(torch.zeros(2, 4), torch.zeros(2, 4))
     with pytest.raises(
-        ValueError, match=r"onto: expected a stream torch.float32 \[2, 3\], as the result, got .* \[2, 4\]"
+        ValueError, match=r"residual: expected a stream torch.float32 \[2, 3\], as the result, got .* \[2, 4\]"
     ):
-        linear(torch.zeros(2, 5), torch.zeros(3, 5), onto=stream)
+        linear(torch.zeros(2, 5), torch.zeros(3, 5), residual=stream)
     with pytest.raises(
-        ValueError, match=r"onto: expected a stream torch.float64 \[2, 4\], as the result, got torch.float32"
+        ValueError, match=r"residual: expected a stream torch.float64 \[2, 4\], as the result, got torch.float32"
     ):
-        swiglu_linear(torch.zeros(2, 6).double(), torch.zeros(4, 3).double(), onto=stream)
+        swiglu_linear(torch.zeros(2, 6).double(), torch.zeros(4, 3).double(), residual=stream)
 
 
 @pytest.mark.timeout(300)

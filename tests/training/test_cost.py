@@ -12,9 +12,10 @@ import torch
 from efla_kernels.delta_rule import choices
 from efla_kernels.delta_rule import triton_op as ops
 from efla_kernels.layers import convolution_op as convolution
-from efla_kernels.layers.linear import _linear
+from efla_kernels.layers.convolution_torch import Inputs as ConvolutionInputs
+from efla_kernels.layers.linear import linear_op
 from efla_kernels.layers.residual import Stream
-from efla_kernels.layers.swiglu_kernels import swiglu_linear
+from efla_kernels.layers.swiglu_kernels import swiglu_op
 from efla_kernels.ssd import triton_op as ssd_ops
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -134,8 +135,8 @@ def saved_by_compile(
     """
 
     def convolve(self: ShortConvolution, x: Tensor, state: None, info: Any, scale: Tensor) -> tuple[Tensor, ...]:
-        arguments = (x, self.weight, None, None, None, scale, list(self.widths), self.last_apart)
-        return *convolution.convolve(*arguments), x[:, T - 3 :]
+        inputs = ConvolutionInputs(x, self.weight, None, None, None, scale, list(self.widths))
+        return *convolution.convolve(inputs, self.last_apart), x[:, T - 3 :]
 
     def rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *decay: Tensor, **options: Any) -> tuple[Tensor, None]:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -147,11 +148,11 @@ def saved_by_compile(
         steps = (None, A_log, dt_bias, D, None)
         return ssd_ops.duality.op(x, dt, B, C, *steps, None, None, False, keep_states)[0], None
 
-    def project(gate_up: Tensor, weight: Tensor, *, row_scale: Tensor, onto: Stream, backend: str) -> Tensor:
-        return swiglu_linear(gate_up.flatten(0, 1), weight, row_scale.flatten(), *onto.rows()).view(batch, T, -1)
+    def project(gate_up: Tensor, weight: Tensor, *, row_scale: Tensor, residual: Stream, backend: str) -> Tensor:
+        return swiglu_op.op(gate_up.flatten(0, 1), weight, row_scale.flatten(), *residual.rows()).view(batch, T, -1)
 
-    def add(x: Tensor, weight: Tensor, *, onto: Stream, backend: str) -> Tensor:
-        return _linear(x.flatten(0, 1), weight, *onto.rows()).view(batch, T, -1)
+    def add(x: Tensor, weight: Tensor, *, residual: Stream, backend: str) -> Tensor:
+        return linear_op.op(x.flatten(0, 1), weight, *residual.rows()).view(batch, T, -1)
 
     found: list[tuple[float, float, list[list[int]]]] = []
 

@@ -1,24 +1,24 @@
-"""The convolution group's kernels as torch.library ops (fake tensors and autograd included), and their block shapes."""
+"""The convolution's kernels as a registered op, and their block shapes."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from efla_kernels.launch.arguments import rows_in_place
-from efla_kernels.launch.op import differentiable, traced, wants_gradient
+from efla_kernels.launch.arguments import power_of_two, rows_in_place
+from efla_kernels.launch.op import Autograd, register, traced, wants_gradient
 from efla_kernels.layers.convolution_kernels import convolution_gradient_kernel, convolution_kernel
+from efla_kernels.layers.convolution_torch import Inputs
 
 PARTS = 3
-SHORTEST = 32  # tokens of a strip in the backward pass: the 3 of the next one that it reads as well are a tenth
-FEWEST_PROGRAMS = 1056  # of one warp: 8 on each of an H200's multiprocessors, half of what its registers take
+SHORTEST = 32  # tokens of a strip in the backward pass: a strip also reads 3 tokens of the next one, a tenth
+FEWEST_PROGRAMS = 1056  # of one warp: 8 per multiprocessor of an H200, half of what its registers hold
 
 
 class Block(NamedTuple):
-    """Tokens of a strip (backwards the most), strips and channels of a program, warps, stages of its loop."""
+    """Tokens of a strip (in the backward pass at most), strips and channels of a program, warps, pipeline stages."""
 
     strip: int
     rows: int
@@ -31,11 +31,36 @@ FORWARD = Block(strip=64, rows=2, channels=128, warps=2)
 BACKWARD = Block(strip=512, rows=1, channels=128, warps=1, stages=4)
 
 
+class Outputs(NamedTuple):
+    """The parts y [B, T, width]; empty from len(widths) on."""
+
+    first: Tensor
+    second: Tensor
+    third: Tensor
+
+
+class OutputGradients(NamedTuple):
+    """Gradients of the parts, contiguous."""
+
+    first: Tensor
+    second: Tensor
+    third: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs; bias and state are empty where there is none."""
+
+    x: Tensor
+    weight: Tensor  # fp32
+    bias: Tensor  # fp32
+    state: Tensor
+
+
 def strip_of(block: Block, B: int, T: int, blocks: int) -> int:
     """Tokens of a strip of the backward pass, for B rows of T tokens in `blocks` blocks of channels.
 
-    Long strips spare the table of sums and the tokens that two strips read, but a loop that waits for memory needs
-    other programs beside it: the longest strip of which there are enough.
+    Long strips make the table of sums small and read few tokens twice. Short ones give more programs, which hide each
+    other's waits for memory. This is the longest strip that leaves `FEWEST_PROGRAMS`.
     """
     strip = block.strip
     while strip > SHORTEST and B * -(-T // strip) * blocks < FEWEST_PROGRAMS:
@@ -44,185 +69,114 @@ def strip_of(block: Block, B: int, T: int, blocks: int) -> int:
 
 
 def _no_longer(strip: int, T: int) -> int:
-    return min(strip, max(4, triton.next_power_of_2(T)))
+    return min(strip, max(4, power_of_two(T)))
 
 
-def _flags(block: Block, widths: list[int], W: int) -> dict[str, Any]:
-    """Constants of a launch that both directions have."""
-    D0, D1, D2 = (*widths, *[0] * (PARTS - len(widths)))
-    return {
-        "D0": D0, "D1": D1, "D2": D2, "W": W, "BLOCK": block.channels,
-        "BLOCKS": sum(-(-width // block.channels) for width in widths),
-        "EVEN": all(width % block.channels == 0 for width in widths), "num_warps": block.warps,
-    }  # fmt: skip
-
-
-def _operands(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, starts: Tensor | None, scale: Tensor | None
-) -> tuple[list[Tensor], dict[str, Any]]:
-    """What the kernels of both directions read, something in the place of what is not there, and which of it is."""
+def _arguments(i: Inputs, block: Block) -> tuple[list[Tensor], dict[str, Any]]:
+    """The tensors that both kernels read, with x or weight as placeholders for absent ones, and the constants."""
+    x, weight = rows_in_place(i.x), i.weight.contiguous()
+    D0, D1, D2 = (*i.widths, *[0] * (PARTS - len(i.widths)))
     tensors = [
-        x, weight, weight if bias is None else bias, x if state is None else state.contiguous(),
-        x if starts is None else starts, x if scale is None else scale.contiguous(),
+        x, weight, weight if i.bias is None else i.bias, x if i.state is None else i.state.contiguous(),
+        x if i.starts is None else i.starts, x if i.row_scale is None else i.row_scale.contiguous(),
     ]  # fmt: skip
-    there = {
-        "BIAS": bias is not None, "STATE": state is not None, "PACKED": starts is not None, "SCALED": scale is not None
+    return tensors, {
+        "stride": x.stride(1), "D0": D0, "D1": D1, "D2": D2, "W": weight.shape[1], "BLOCK": block.channels,
+        "BLOCKS": sum(-(-width // block.channels) for width in i.widths),
+        "EVEN": all(width % block.channels == 0 for width in i.widths),
+        "BIAS": i.bias is not None, "STATE": i.state is not None, "PACKED": i.starts is not None,
+        "SCALED": i.row_scale is not None, "num_warps": block.warps,
     }  # fmt: skip
-    return tensors, {"stride": x.stride(1), **there}
 
 
-def _three(parts: list[Tensor]) -> list[Tensor]:
-    return [*parts, *[parts[0]] * (PARTS - len(parts))]
+def _parts(i: Inputs, parts: tuple[Tensor, ...]) -> list[Tensor]:
+    """Three parts for a kernel, the first as the placeholder for absent ones."""
+    count = len(i.widths)
+    return [*parts[:count], *[parts[0]] * (PARTS - count)]
 
 
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor | None,
-    starts: Tensor | None,
-    scale: Tensor | None,
-    widths: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts y [B, T, width] of the convolution of x [B, T, D], empty where there are fewer than three.
+def _padded(i: Inputs, parts: list[Tensor]) -> Outputs:
+    return Outputs(*parts, *(i.x.new_empty(0) for _ in range(PARTS - len(parts))))
 
-    Arguments as `short_convolution` checked them; starts: int32 [T], the first token of each token's document, for
-    packed rows; scale: fp32 [B, T], the rows' factors.
-    """
-    x, weight = rows_in_place(x), weight.contiguous()
-    B, T, _ = x.shape
-    parts = [x.new_empty(B, T, width) for width in widths]
-    flags, strip = _flags(FORWARD, widths, weight.shape[1]), _no_longer(FORWARD.strip, T)
+
+def _fake(i: Inputs) -> Outputs:
+    return _padded(i, [i.x.new_empty(i.x.shape[0], i.x.shape[1], width) for width in i.widths])
+
+
+def _forward(i: Inputs) -> Outputs:
+    B, T, _ = i.x.shape
+    out = _fake(i)
+    tensors, constants = _arguments(i, FORWARD)
+    strip = _no_longer(FORWARD.strip, T)
     strips = B * -(-T // strip)
-    rows = min(FORWARD.rows, triton.next_power_of_2(strips))
-    programs = -(-strips // rows)
-    tensors, options = _operands(x, weight, bias, state, starts, scale)
-    convolution_kernel[(programs * flags["BLOCKS"],)](
-        *tensors, *_three(parts), T, strips, STRIP=strip, ROWS=rows, **options, **flags
+    rows = min(FORWARD.rows, power_of_two(strips))
+    convolution_kernel[(-(-strips // rows) * constants["BLOCKS"],)](
+        *tensors, *_parts(i, out), T, strips, STRIP=strip, ROWS=rows, **constants
     )
-    first, second, third = (*parts, *(x.new_empty(0) for _ in range(PARTS - len(parts))))
-    return first, second, third
+    return out
 
 
-convolution = torch.library.custom_op("efla_kernels::convolution", _forward, mutates_args=())
+def _keep(i: Inputs, out: Outputs) -> Inputs:
+    return i
 
 
-@convolution.register_fake
-def _(x, weight, bias, state, starts, scale, widths):
-    parts = [x.new_empty(x.shape[0], x.shape[1], width) for width in widths]
-    return (*parts, *(x.new_empty(0) for _ in range(PARTS - len(parts))))
-
-
-def _backward(
-    dy: list[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor | None,
-    starts: Tensor | None,
-    scale: Tensor | None,
-    widths: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dweight fp32 [D, W], dbias fp32 [D], dstate; the last two empty where there is none)."""
-    x, weight = rows_in_place(x), weight.contiguous()
-    (B, T, D), W = x.shape, weight.shape[1]
-    dx = x.new_empty(B, T, D)
-    d_state = x.new_empty(0) if state is None else torch.zeros_like(state, memory_format=torch.contiguous_format)
-    flags = _flags(BACKWARD, widths, W)
-    strip = strip_of(BACKWARD, B, T, flags["BLOCKS"])
+def _backward(d: OutputGradients, i: Inputs) -> Gradients:
+    B, T, D = i.x.shape
+    tensors, constants = _arguments(i, BACKWARD)
+    strip = strip_of(BACKWARD, B, T, constants["BLOCKS"])
     strips = B * -(-T // strip)
-    table = x.new_empty(strips, D, W, dtype=torch.float32)
-    bias_table = x.new_empty((strips, D) if bias is not None else 0, dtype=torch.float32)
-    tensors, options = _operands(x, weight, bias, state, starts, scale)
-    convolution_gradient_kernel[(strips * flags["BLOCKS"],)](
-        *tensors, *_three([part.contiguous() for part in dy]), dx, d_state, table, bias_table, T,
-        STRIP=strip, STAGES=BACKWARD.stages, WHOLE=T % strip == 0, **options, **flags,
+    fp32: dict[str, Any] = {"dtype": torch.float32}
+    dx, table = i.x.new_empty(B, T, D), i.x.new_empty(strips, D, constants["W"], **fp32)
+    bias_table = i.x.new_empty((strips, D) if i.bias is not None else 0, **fp32)
+    d_state = i.x.new_empty(0) if i.state is None else torch.zeros_like(i.state, memory_format=torch.contiguous_format)
+    convolution_gradient_kernel[(strips * constants["BLOCKS"],)](
+        *tensors, *_parts(i, d), dx, d_state, table, bias_table, T, STRIP=strip, STAGES=BACKWARD.stages,
+        WHOLE=T % strip == 0, **constants,
     )  # fmt: skip
-    return dx, table.sum(0), bias_table.sum(0) if bias is not None else bias_table, d_state
+    return Gradients(dx, table.sum(0), bias_table if i.bias is None else bias_table.sum(0), d_state)
 
 
-convolution_backward = torch.library.custom_op("efla_kernels::convolution_backward", _backward, mutates_args=())
-
-
-@convolution_backward.register_fake
-def _(dy, x, weight, bias, state, starts, scale, widths):
-    fp32 = {"dtype": torch.float32}
-    return (
-        x.new_empty(x.shape),
-        weight.new_empty(weight.shape, **fp32),
-        weight.new_empty(weight.shape[0] if bias is not None else 0, **fp32),
-        x.new_empty(0) if state is None else state.new_empty(state.shape),
+def _backward_fake(d: OutputGradients, i: Inputs) -> Gradients:
+    fp32: dict[str, Any] = {"dtype": torch.float32}
+    return Gradients(
+        x=i.x.new_empty(i.x.shape),
+        weight=i.weight.new_empty(i.weight.shape, **fp32),
+        bias=i.weight.new_empty(0 if i.bias is None else i.bias.shape, **fp32),
+        state=i.x.new_empty(0 if i.state is None else i.state.shape),
     )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, widths = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
-    ctx.widths = widths
-
-
-def _gradient(ctx: Any, *dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, weight, bias, state, starts, scale = ctx.saved_tensors
-    given = [x.new_zeros(*x.shape[:2], width) if part is None else part for part, width in zip(dy, ctx.widths)]
-    backward = convolution_backward if traced() else _backward
-    dx, d_weight, d_bias, d_state = backward(given, x, weight, bias, state, starts, scale, ctx.widths)
-    return (
-        dx,
-        d_weight.to(weight.dtype),
-        None if bias is None else d_bias.to(bias.dtype),
-        None if state is None else d_state,
-        None,
-        None,  # of the factors: they count as constants
-        None,
-    )
-
-
-_whole = differentiable(convolution, _forward, _setup, _gradient)
+convolution = register("convolution", _forward, _fake, Autograd(_keep, _backward, _backward_fake))
 
 
 class _LastApart(torch.autograd.Function):
-    """The last part by an op of its own, so that a graph may compute the others again without it; one gradient."""
+    """The op twice, for the last part and for the others, with one backward op.
+
+    Where the backward pass of a layer recomputes some of the parts, it runs the op of those alone.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor | None,
-        starts: Tensor | None,
-        scale: Tensor | None,
-        widths: list[int],
-    ) -> tuple[Tensor, ...]:
-        _setup(ctx, (x, weight, bias, state, starts, scale, widths), ())
-        cut = sum(widths[:-1])
+    def forward(ctx: Any, *flat: Any) -> tuple[Tensor, ...]:
+        i = Inputs(*flat)
+        cut = sum(i.widths[:-1])
         parts: list[Tensor] = []
-        for channels, cut_widths in ((slice(0, cut), widths[:-1]), (slice(cut, None), widths[-1:])):
-            some = convolution(
-                x[..., channels], weight[channels], None if bias is None else bias[channels],
-                None if state is None else state[..., channels], starts, scale, cut_widths,
+        for channels, widths in ((slice(0, cut), i.widths[:-1]), (slice(cut, None), i.widths[-1:])):
+            some = convolution.op(
+                i.x[..., channels], i.weight[channels], None if i.bias is None else i.bias[channels],
+                None if i.state is None else i.state[..., channels], i.starts, i.row_scale, widths,
             )  # fmt: skip
-            parts += some[: len(cut_widths)]
-        return tuple(parts)
+            parts += some[: len(widths)]
+        out = tuple(_padded(i, parts))
+        convolution.setup(ctx, flat, out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradient(ctx, *dy)
+        return convolution.gradient(ctx, *dy)
 
 
-def convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor | None,
-    starts: Tensor | None,
-    scale: Tensor | None,
-    widths: list[int],
-    last_apart: bool,
-) -> tuple[Tensor, ...]:
+def convolve(i: Inputs, last_apart: bool) -> tuple[Tensor, ...]:
     """The parts y; last_apart: see `short_convolution`."""
-    arguments = (x, weight, bias, state, starts, scale, widths)
-    if last_apart and len(widths) > 1 and traced() and wants_gradient(arguments):
-        return _LastApart.apply(*arguments)
-    return _whole(*arguments)[: len(widths)]
+    apart = last_apart and len(i.widths) > 1 and traced() and wants_gradient(i)
+    parts = _LastApart.apply(*i) if apart else convolution(i)
+    return parts[: len(i.widths)]

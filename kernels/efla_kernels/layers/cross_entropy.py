@@ -36,11 +36,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
             f"targets: expected [{hidden.shape[0]}], one for each row of hidden, got {list(targets.shape)}"
         )
     if hidden.is_cuda:
-        from efla_kernels.layers.cross_entropy_kernels import (
-            fused_linear_cross_entropy,  # triton is there wherever CUDA is
-        )
+        # Triton is installed wherever CUDA is
+        from efla_kernels.layers.cross_entropy_kernels import fused_linear_cross_entropy
 
-        return fused_linear_cross_entropy(hidden, weight, targets)
+        return fused_linear_cross_entropy(hidden, weight, targets, logit_rows(hidden.shape[0], weight.shape[0]))
     logits = F.linear(hidden, weight)
     logits = logits if logits.dtype.itemsize >= 4 else logits.float()
     return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")

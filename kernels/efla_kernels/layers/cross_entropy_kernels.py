@@ -13,18 +13,17 @@ One buffer of R fp32 rows serves all blocks: a row's G, in the inputs' type, tak
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from efla_kernels.launch.dispatch import launch
 from efla_kernels.launch.interpreter import INTERPRETED
-from efla_kernels.layers.cross_entropy import logit_rows
-from efla_kernels.layers.tuned_matmul.matmul import add_product, product
+from efla_kernels.launch.op import Autograd, register, wants_gradient
+from efla_kernels.layers.tuned_matmul.matmul import addmm_, matmul
 
 SCALED = 2048  # elements per program of `scale_kernel`
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -173,39 +172,91 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return y
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        wanted, (N, V) = any(ctx.needs_input_grad), (hidden.shape[0], weight.shape[0])
-        losses = torch.empty(N, device=hidden.device, dtype=torch.float32)
-        d_hidden = torch.empty_like(hidden) if wanted else None
-        d_weight = torch.zeros(weight.shape, device=weight.device, dtype=torch.float32) if wanted else None
-        most = logit_rows(N, V)
-        buffer = torch.empty(most, V, device=hidden.device, dtype=torch.float32)
-        shape = launch_shape(V, hidden.device)
-        rows = buffer.view(hidden.dtype)  # [R, V * 4 / size of the type]: of each row the first V are used
-        for start in range(0, N, max(most, 1)):
-            h, t = hidden[start : start + most], targets[start : start + most]
-            R = h.shape[0]
-            product(h, weight.t(), out=buffer[:R])
-            cross_entropy_kernel[(R,)](buffer, rows, t, losses[start:], V, rows.stride(0), GRADIENT=wanted, **shape)
-            if d_hidden is not None and d_weight is not None:
-                gradient = rows[:R, :V]
-                product(gradient, weight, out=d_hidden[start : start + R])
-                add_product(d_weight, gradient.t(), h)
-        del buffer, rows
-        if d_hidden is not None and d_weight is not None:
-            ctx.save_for_backward(d_hidden, d_weight)
-            ctx.dtype = weight.dtype
-        return losses.sum()
+class Inputs(NamedTuple):
+    """Inputs of the op."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        d_hidden, d_weight = ctx.saved_tensors
-        return _scaled(d_hidden, gradient, d_hidden.dtype), _scaled(d_weight, gradient, ctx.dtype), None
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    targets: Tensor  # [N] int64, -100 ignored
+    rows: int  # R
+    gradients: bool  # whether the forward pass computes them
 
 
-def fused_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """`efla_kernels.linear_cross_entropy` on a GPU; hidden and weight in bf16, fp16 or fp32."""
-    return _LinearCrossEntropy.apply(hidden.contiguous(), weight, targets.contiguous())
+class Outputs(NamedTuple):
+    """Outputs of the op; the gradients of a loss with incoming gradient 1 are empty if not wanted."""
+
+    loss: Tensor  # fp32 scalar
+    d_hidden: Tensor  # [N, D]
+    d_weight: Tensor  # [V, D] fp32
+
+
+class OutputGradients(NamedTuple):
+    """The gradient that arrives."""
+
+    loss: Tensor
+
+
+class Kept(NamedTuple):
+    """What the backward pass reads."""
+
+    d_hidden: Tensor
+    d_weight: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs."""
+
+    hidden: Tensor
+    weight: Tensor
+
+
+def _forward(i: Inputs) -> Outputs:
+    (N, _), V, hidden, weight = i.hidden.shape, i.weight.shape[0], i.hidden, i.weight
+    losses = hidden.new_empty(N, dtype=torch.float32)
+    d_hidden = torch.empty_like(hidden) if i.gradients else hidden.new_empty(0)
+    d_weight = weight.new_zeros(weight.shape if i.gradients else 0, dtype=torch.float32)
+    buffer = hidden.new_empty(i.rows, V, dtype=torch.float32)
+    shape = launch_shape(V, hidden.device)
+    rows = buffer.view(hidden.dtype)  # [R, V * 4 / size of the type]: of each row the first V are used
+    for start in range(0, N, max(i.rows, 1)):
+        h, t = hidden[start : start + i.rows], i.targets[start : start + i.rows]
+        R = h.shape[0]
+        matmul(h, weight.t(), out=buffer[:R])
+        cross_entropy_kernel[(R,)](buffer, rows, t, losses[start:], V, rows.stride(0), GRADIENT=i.gradients, **shape)
+        if i.gradients:
+            gradient = rows[:R, :V]
+            matmul(gradient, weight, out=d_hidden[start : start + R])
+            addmm_(d_weight, gradient.t(), h)
+    return Outputs(losses.sum(), d_hidden, d_weight)
+
+
+def _fake(i: Inputs) -> Outputs:
+    return Outputs(
+        loss=i.hidden.new_empty((), dtype=torch.float32),
+        d_hidden=i.hidden.new_empty(i.hidden.shape if i.gradients else 0),
+        d_weight=i.weight.new_empty(i.weight.shape if i.gradients else 0, dtype=torch.float32),
+    )
+
+
+def _keep(i: Inputs, o: Outputs) -> Kept:
+    return Kept(o.d_hidden, o.d_weight)
+
+
+def _backward(d: OutputGradients, kept: Kept) -> Gradients:
+    dtype = kept.d_hidden.dtype  # the weight's too
+    return Gradients(_scaled(kept.d_hidden, d.loss, dtype), _scaled(kept.d_weight, d.loss, dtype))
+
+
+def _backward_fake(d: OutputGradients, kept: Kept) -> Gradients:
+    return Gradients(torch.empty_like(kept.d_hidden), torch.empty_like(kept.d_weight, dtype=kept.d_hidden.dtype))
+
+
+cross_entropy_op = register(
+    "linear_cross_entropy", _forward, _fake, Autograd(_keep, _backward, _backward_fake), results=1
+)
+
+
+def fused_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+    """`linear_cross_entropy` on a GPU in blocks of `rows` rows; hidden and weight in bf16, fp16 or fp32."""
+    gradients = wants_gradient((hidden, weight))
+    return cross_entropy_op(Inputs(hidden.contiguous(), weight, targets.contiguous(), rows, gradients))

@@ -1,26 +1,24 @@
-"""A linear map whose three products are those of `efla_kernels.layers.tuned_matmul.matmul`."""
+"""A linear whose three matmuls are those of `tuned_matmul`, and which can add the residual stream to its result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from efla_kernels.backends import layer_backend
-from efla_kernels.launch.op import differentiable, traced
+from efla_kernels.launch.op import Autograd, register
 from efla_kernels.layers.residual import Stream
-from efla_kernels.layers.tuned_matmul.matmul import product, product_onto
+from efla_kernels.layers.tuned_matmul.matmul import addmm, matmul
 
 
-def linear(x: Tensor, weight: Tensor, *, onto: Tensor | Stream | None = None, backend: str = "auto") -> Tensor:
-    """y = x W^T, or h + x W^T for h = onto, of x [..., I] and W [O, I]; returns [..., O].
+def linear(x: Tensor, weight: Tensor, *, residual: Tensor | Stream | None = None, backend: str = "auto") -> Tensor:
+    """y = x W^T, or h + x W^T for h = residual; x [..., I], W [O, I], y and h [..., O].
 
-    dx = dy W, dW = dy^T x, dh = dy. A `Stream` is added as the product is written, a tensor behind it.
-
-    torch.nn.functional.linear, and nothing else under autocast or where `layer_backend` does not choose the kernels.
+    dx = dy W, dW = dy^T x, dh = dy. A `Stream` is added by the matmul itself, a tensor after it. Under autocast, and
+    where `layer_backend` chooses PyTorch, this is torch.nn.functional.linear.
     Raises ValueError for dtypes that differ or for shapes that do not fit.
     """
     if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
@@ -28,54 +26,73 @@ def linear(x: Tensor, weight: Tensor, *, onto: Tensor | Stream | None = None, ba
             f"weight: expected {x.dtype} [O, I] for x [..., I] of {list(x.shape)}, got {weight.dtype} "
             f"{list(weight.shape)}"
         )
-    if isinstance(onto, Tensor):
-        return onto + linear(x, weight, backend=backend)
-    if onto is not None:
-        onto.check(x, weight.shape[0])
+    if isinstance(residual, Tensor):
+        return residual + linear(x, weight, backend=backend)
+    if residual is not None:
+        residual.check(x, weight.shape[0])
     if layer_backend(backend, x) == "torch" or torch.is_autocast_enabled(x.device.type):
         y = F.linear(x, weight)
-        return y if onto is None else onto.plus(y)
-    y = _linear(x.reshape(-1, x.shape[-1]), weight, *((None, None) if onto is None else onto.rows()))
-    # no view to autograd: blocks return it, and FSDP warns of views
+        return y if residual is None else residual.add(y)
+    y = linear_op(Inputs(x.reshape(-1, x.shape[-1]), weight, *((None, None) if residual is None else residual.rows())))
+    # autograd must not see a view: blocks return it, and FSDP warns of views
     return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
 
 
-def _forward(x: Tensor, weight: Tensor, h: Tensor | None, link: Tensor | None) -> Tensor:
-    """x [N, I], weight [O, I], h and what takes its gradient [N, O] or None -> [N, O]."""
-    return product(x, weight.t()) if h is None else product_onto(h, x, weight.t())
+class Inputs(NamedTuple):
+    """Inputs of the op; residual and link are those of a `Stream`."""
+
+    x: Tensor  # [N, I]
+    weight: Tensor  # [O, I]
+    residual: Tensor | None  # [N, O]
+    link: Tensor | None  # [N, O]
 
 
-def _backward(dy: Tensor, x: Tensor, weight: Tensor, for_x: bool, for_weight: bool) -> tuple[Tensor, Tensor]:
-    """dx and dW where they are asked for, else empty."""
-    return (
-        product(dy, weight) if for_x else x.new_empty(0),
-        product(dy.t(), x) if for_weight else weight.new_empty(0),
+class OutputGradients(NamedTuple):
+    """The gradient that arrives, contiguous."""
+
+    y: Tensor
+
+
+class Kept(NamedTuple):
+    """What the backward pass reads, and which gradients it computes: frozen weights cost no matmul."""
+
+    x: Tensor
+    weight: Tensor
+    for_x: bool
+    for_weight: bool
+
+
+class Gradients(NamedTuple):
+    """Gradients of x and weight; empty where they are not wanted."""
+
+    x: Tensor
+    weight: Tensor
+
+
+def _forward(i: Inputs) -> Tensor:
+    return matmul(i.x, i.weight.t()) if i.residual is None else addmm(i.residual, i.x, i.weight.t())
+
+
+def _fake(i: Inputs) -> Tensor:
+    return i.x.new_empty(i.x.shape[0], i.weight.shape[0])
+
+
+def _keep(i: Inputs, y: Tensor) -> Kept:
+    return Kept(i.x, i.weight, i.x.requires_grad, i.weight.requires_grad)
+
+
+def _backward(d: OutputGradients, kept: Kept) -> Gradients:
+    return Gradients(
+        x=matmul(d.y, kept.weight) if kept.for_x else kept.x.new_empty(0),
+        weight=matmul(d.y.t(), kept.x) if kept.for_weight else kept.weight.new_empty(0),
     )
 
 
-_op = torch.library.custom_op("efla_kernels::linear", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("efla_kernels::linear_backward", _backward, mutates_args=())
+def _backward_fake(d: OutputGradients, kept: Kept) -> Gradients:
+    return Gradients(
+        x=kept.x.new_empty(kept.x.shape if kept.for_x else 0),
+        weight=kept.weight.new_empty(kept.weight.shape if kept.for_weight else 0),
+    )
 
 
-@_op.register_fake
-def _(x, weight, h, link):
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@_backward_op.register_fake
-def _(dy, x, weight, for_x, for_weight):
-    return x.new_empty(x.shape if for_x else 0), weight.new_empty(weight.shape if for_weight else 0)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-
-
-def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    backward: Callable[..., Any] = _backward_op if traced() else _backward
-    for_x, for_weight, _, for_link = ctx.needs_input_grad
-    dx, d_weight = backward(dy, *ctx.saved_tensors, for_x, for_weight)
-    return dx if for_x else None, d_weight if for_weight else None, None, dy if for_link else None
-
-
-_linear = differentiable(_op, _forward, _setup, _gradient)
+linear_op = register("linear", _forward, _fake, Autograd(_keep, _backward, _backward_fake, residual="link"))

@@ -1,4 +1,7 @@
-"""Kernels of the RMS norms that `efla_kernels.layers.norm_linear` describes: each reads and writes its tensors once."""
+"""The RMS norms of `norm_linear` and `unit_norm` on Triton: each kernel reads and writes its tensors once.
+
+`norm_torch` has the same four functions in PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ from torch import Tensor
 
 from efla_kernels.launch.arguments import power_of_two
 from efla_kernels.launch.dispatch import launch
+from efla_kernels.layers.norm_torch import Kept, OutputGradients
 
 TILE, MOST_COLUMNS = 4096, 1024  # numbers and columns of a tile of `norm_kernel`
-TILE_WITH_GATES = (64, 128)  # its rows and columns there: 64 rows are what Hopper's wide products take
-LEAST_GATES = 16  # columns of its product
-PER_WARP = 1024  # numbers of each tensor that a warp of the other kernels holds
+TILE_WITH_GATES = (64, 128)  # its rows and columns there: Hopper's wide matmul instructions take 64 rows
+LEAST_GATES = 16  # columns of its matmul at least
+PER_WARP = 1024  # numbers of each tensor that a warp holds in the other kernels
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -56,14 +60,14 @@ def norm_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def norm_gradient_kernel(
-    g,  # [N, D] gradient of h by the wide products; dx takes its place
-    dh,  # [N, D] gradient of h as it is; not read without RESIDUAL
+    g,  # [N, D] gradient of h through the wide linears; dh takes its place
+    d_link,  # [N, D] gradient of h from its other reader; read if RESIDUAL
     h,  # [N, D]
     r,  # [N] fp32
     logits,  # [N, G]
     d_logits,  # [N, G]
     narrow,  # [G, D]
-    slopes,  # [N, G] r * d_logits
+    scaled,  # out [N, G]: r * d_logits
     N,
     D: tl.constexpr,
     G: tl.constexpr,
@@ -72,7 +76,7 @@ def norm_gradient_kernel(
     BLOCK: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
-    """dx = dh + g' - h r^2 <g', h> / D,   g' = g + slopes narrow,   <slopes narrow, h> = <d_logits, logits>."""
+    """dh = d_link + g' - h r^2 <g', h> / D,  g' = g + r d_logits narrow,  <r d_logits narrow, h> = <d_logits, logits>."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = rows < N
@@ -88,16 +92,16 @@ def norm_gradient_kernel(
         at = rows.to(tl.int64)[:, None] * G + gates[None, :]
         slope = tl.load(d_logits + at, mask=there, other=0.0).to(tl.float32)
         inner += tl.sum(slope * tl.load(logits + at, mask=there, other=0.0).to(tl.float32), 1)
-        tl.store(slopes + at, (slope * scale[:, None]).to(slopes.dtype.element_ty), mask=there)
+        tl.store(scaled + at, (slope * scale[:, None]).to(scaled.dtype.element_ty), mask=there)
         more = tl.zeros([ROWS, BLOCK], tl.float32)
-        for gate in tl.static_range(G):  # so few that a product of matrices would cost more in moves between layouts
+        for gate in tl.static_range(G):  # for so few, tl.dot would cost more in layout conversions
             one = tl.load(d_logits + rows.to(tl.int64) * G + gate, mask=inside, other=0.0).to(tl.float32)
             weights = tl.load(narrow + gate * D + columns, mask=columns < D, other=0.0).to(tl.float32)
             more += one[:, None] * weights[None, :]
         dx += more * scale[:, None]
     dx -= hidden * (inner * scale * scale / D)[:, None]
     if RESIDUAL:
-        dx += tl.load(dh + place, mask=mask, other=0.0).to(tl.float32)
+        dx += tl.load(d_link + place, mask=mask, other=0.0).to(tl.float32)
     tl.store(g + place, dx.to(g.dtype.element_ty), mask=mask)
 
 
@@ -129,9 +133,11 @@ def unit_gradient_kernel(dy, y, r, dx, N, D: tl.constexpr, ROWS: tl.constexpr, B
 
 
 def _whole_rows(N: int, D: int) -> tuple[int, dict[str, int]]:
-    """Programs and options of a kernel that holds rows whole: 32 numbers of each tensor in a thread. A row in one warp,
-    where it fits, waits for no other: warps read while others compute. Of wider rows two go together, which read the
-    weights of the gates once."""
+    """Programs and options of a kernel that holds whole rows: 32 numbers of each tensor in a thread.
+
+    A row that fits has one warp, so that it waits for no other warp. Wider rows share a program in pairs, which read
+    the gates' weights once.
+    """
     block = power_of_two(D)
     rows = PER_WARP // block if block <= PER_WARP else 2
     return -(-N // rows), {"D": D, "ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // PER_WARP))}
@@ -151,28 +157,19 @@ def norm_factors(h: Tensor, narrow: Tensor | None, eps: float) -> tuple[Tensor, 
     return r, logits
 
 
-def norm_gradient(
-    g: Tensor,
-    dh: Tensor | None,
-    h: Tensor,
-    r: Tensor,
-    logits: Tensor,
-    d_logits: Tensor | None,
-    narrow: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """(dx, slopes) of the kernel; dx lies where g [N, D] did, and slopes [N, G] are None without d_logits."""
-    N, D = h.shape
-    G, slopes = 0, None
-    if narrow is not None and d_logits is not None:
-        G, narrow, d_logits = narrow.shape[0], narrow.contiguous(), d_logits.contiguous()
-        slopes = torch.empty_like(logits)
+def norm_gradient(g: Tensor, d: OutputGradients, kept: Kept) -> tuple[Tensor, Tensor | None]:
+    """(dh, r * d_logits) for g = sum_i d_raw_i W_i [N, D], whose memory dh takes; None without d_logits."""
+    (N, D), h, logits = kept.h.shape, kept.h.contiguous(), kept.logits
+    G, narrow, d_logits, scaled = 0, g, logits, None  # placeholders without gates
+    if kept.narrow is not None and d.logits is not None:
+        G, narrow, d_logits, scaled = kept.narrow.shape[0], kept.narrow.contiguous(), d.logits, torch.empty_like(logits)
     programs, options = _whole_rows(N, D)
     launch(
-        norm_gradient_kernel, programs, g, g if dh is None else dh.contiguous(), h.contiguous(), r, logits,
-        logits if slopes is None else d_logits, g if slopes is None else narrow, logits if slopes is None else slopes,
-        N, G=G, GATES=power_of_two(max(G, 1)), RESIDUAL=dh is not None, **options,
+        norm_gradient_kernel, programs, g, g if d.link is None else d.link, h, kept.r, logits, d_logits, narrow,
+        logits if scaled is None else scaled, N, G=G, GATES=power_of_two(max(G, 1)), RESIDUAL=d.link is not None,
+        **options,
     )  # fmt: skip
-    return g, slopes
+    return g, scaled
 
 
 def unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -188,5 +185,5 @@ def unit_gradient(dy: Tensor, y: Tensor, r: Tensor) -> Tensor:
     """dx of dy, y [N, D] and r [N]."""
     dx = torch.empty_like(y)
     programs, options = _whole_rows(*y.shape)
-    launch(unit_gradient_kernel, programs, dy.contiguous(), y, r, dx, y.shape[0], **options)
+    launch(unit_gradient_kernel, programs, dy, y, r, dx, y.shape[0], **options)
     return dx

@@ -1,8 +1,7 @@
-"""The residual stream between a norm that has read it and the map whose result is added to it.
+"""The residual stream h between a norm that reads it and the linear that adds to it.
 
-Two read a stream h, the norm in front of a mixer or an MLP and the sum behind it, and its gradient has a part from
-either. Autograd would add them in a pass of its own: three tensors of h's size. `Stream` hands the second part back to
-`norm_linear`, which adds it where it forms the first.
+The gradients of these two readers of h must be summed. Autograd would use an elementwise kernel over three tensors of
+h's size; `Stream` passes the second gradient to `norm_linear`, whose backward kernel adds it to the first.
 """
 
 from __future__ import annotations
@@ -13,29 +12,29 @@ from torch import Tensor
 
 
 class Stream(NamedTuple):
-    """h = values + link [..., D], as `norm_linear` returns it.
+    """h [..., D] as `norm_linear` returns it: h = values + link.
 
     Attributes:
-        values: h itself, [..., D], to autograd a constant.
-        link: zeros [N, D], N rows, held by one number; what takes h's gradient.
+        values: h itself [..., D], without gradient.
+        link: zeros [N, D] for N rows, stored as one number; it takes h's gradient.
     """
 
     values: Tensor
     link: Tensor
 
-    def plus(self, update: Tensor) -> Tensor:
+    def add(self, update: Tensor) -> Tensor:
         """h + update [..., D]."""
         return self.values + self.link.view(self.values.shape) + update
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Both as [N, D]."""
+        """values and link as [N, D]."""
         return self.values.reshape(self.link.shape), self.link
 
-    def check(self, update: Tensor, width: int) -> None:
-        """Raise ValueError where the result of a map of `update` [..., *] to `width` numbers cannot be added."""
-        shape = (*update.shape[:-1], width)
-        if self.values.shape != shape or self.values.dtype != update.dtype:
+    def check(self, x: Tensor, width: int) -> None:
+        """Raise ValueError unless a linear's result for x [..., *], `width` wide, can be added."""
+        shape = (*x.shape[:-1], width)
+        if self.values.shape != shape or self.values.dtype != x.dtype:
             raise ValueError(
-                f"onto: expected a stream {update.dtype} {list(shape)}, as the result, got {self.values.dtype} "
+                f"residual: expected a stream {x.dtype} {list(shape)}, as the result, got {self.values.dtype} "
                 f"{list(self.values.shape)}"
             )

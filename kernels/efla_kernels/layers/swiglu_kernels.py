@@ -1,18 +1,17 @@
-"""A SwiGLU's second half, y = h W^T with h = silu(gate) * up: h is neither kept nor computed by a pass of its own.
+"""The second half of a SwiGLU MLP, y = h W^T with h = silu(gate) * up, as a registered op.
 
     h = g s u,   s = sigmoid(g);   dh = dy W,   dg = dh u s (1 + g (1 - s)),   du = dh g s,   dW = dy^T h
 
-g and u are gate and up, times a factor of their row where there is one; the gradients of gate and up are dg and du
-times the same.
+g and u are gate and up times their row's scale r, where there is one; the gradients of gate and up are r dg and r du.
 
-The backward pass needs h for dW alone, and g, u and dh for the rest: one kernel reads these three and writes dg, du and
-h, in dh's place, six rows of F in all. torch.compile takes ten: h again from g and u, and dg and du from a kernel over
-[N, 2F] in which either half reads g and dh.
+h is not kept: one backward kernel reads g, u and dh, and writes dg, du and (in dh's place) h, which dW needs. That moves
+six rows of F numbers per token. torch.compile moves ten: it recomputes h in a kernel of its own, and its gradient kernel
+over [N, 2F] reads g and dh in both halves.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,15 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from efla_kernels.launch.dispatch import launch
-from efla_kernels.launch.op import differentiable, traced
-from efla_kernels.layers.tuned_matmul.matmul import product, product_onto
+from efla_kernels.launch.op import Autograd, register
+from efla_kernels.layers.tuned_matmul.matmul import addmm, matmul
 
-BLOCK, WARPS = 1024, 4  # columns of a program: 16 bytes of each tensor for each thread of four warps
+BLOCK, WARPS = 1024, 4  # columns of a program: 16 bytes of each tensor per thread of four warps
 
 
 @triton.jit
-def swiglu_kernel(gate_up, factors, h, F: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr):
-    """gate_up [N, 2F], factors fp32 [N] (used if SCALED) -> h [N, F]."""
+def swiglu_kernel(gate_up, row_scale, h, F: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr):
+    """gate_up [N, 2F], row_scale fp32 [N] (read if SCALED) -> h [N, F]."""
     blocks: tl.constexpr = (F + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -36,16 +35,19 @@ def swiglu_kernel(gate_up, factors, h, F: tl.constexpr, BLOCK: tl.constexpr, SCA
     g = tl.load(gate_up + row * (2 * F) + columns, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(gate_up + row * (2 * F) + F + columns, mask=inside, other=0.0).to(tl.float32)
     if SCALED:
-        r = tl.load(factors + row)
+        r = tl.load(row_scale + row)
         g *= r
         u *= r
     tl.store(h + row * F + columns, (g / (1.0 + tl.exp(-g)) * u).to(h.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def swiglu_gradient_kernel(dh, gate_up, factors, d_gate_up, F: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr):
-    """dh [N, F], gate_up [N, 2F], factors fp32 [N] (used if SCALED) -> d_gate_up [N, 2F], and in place of dh h, the
-    same bits as the forward kernel's.
+def swiglu_gradient_kernel(
+    dh, gate_up, row_scale, d_gate_up, F: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr
+):
+    """dh [N, F], gate_up [N, 2F], row_scale fp32 [N] (read if SCALED) -> d_gate_up [N, 2F], and h in dh's place.
+
+    h has the same bits as the forward kernel's.
     """
     blocks: tl.constexpr = (F + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -56,7 +58,7 @@ def swiglu_gradient_kernel(dh, gate_up, factors, d_gate_up, F: tl.constexpr, BLO
     g = tl.load(gate_up + row * (2 * F) + columns, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(gate_up + row * (2 * F) + F + columns, mask=inside, other=0.0).to(tl.float32)
     if SCALED:
-        r = tl.load(factors + row)
+        r = tl.load(row_scale + row)
         g *= r
         u *= r
     e = 1.0 + tl.exp(-g)
@@ -72,55 +74,70 @@ def swiglu_gradient_kernel(dh, gate_up, factors, d_gate_up, F: tl.constexpr, BLO
     tl.store(at, (g / e * u).to(d_gate_up.dtype.element_ty), mask=inside)
 
 
-def _flags(F: int, factors: Tensor | None) -> dict[str, Any]:
-    return {"num_warps": WARPS, "F": F, "BLOCK": BLOCK, "SCALED": factors is not None}
+class Inputs(NamedTuple):
+    """Inputs of the op; residual and link are those of a `Stream`."""
+
+    gate_up: Tensor  # [N, 2F]
+    weight: Tensor  # [D, F]
+    row_scale: Tensor | None  # fp32 [N]
+    residual: Tensor | None  # [N, D]
+    link: Tensor | None  # [N, D]
 
 
-def _forward(
-    gate_up: Tensor, weight: Tensor, factors: Tensor | None, stream: Tensor | None, link: Tensor | None
-) -> Tensor:
-    """gate_up [N, 2F], weight [D, F], factors fp32 [N], a stream and what takes its gradient [N, D], the last three or
-    None -> y [N, D], added to the stream where there is one."""
-    gate_up = gate_up.contiguous()
-    N, F = gate_up.shape[0], gate_up.shape[1] // 2
-    h = gate_up.new_empty(N, F)
-    rows = gate_up if factors is None else factors.contiguous()
-    launch(swiglu_kernel, N * -(-F // BLOCK), gate_up, rows, h, **_flags(F, factors))
-    return product(h, weight.t()) if stream is None else product_onto(stream, h, weight.t())
+class OutputGradients(NamedTuple):
+    """The gradient that arrives, contiguous."""
+
+    y: Tensor
 
 
-def _backward(dy: Tensor, gate_up: Tensor, weight: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gradients of gate_up [N, 2F] and W [D, F]."""
-    gate_up = gate_up.contiguous()
-    h = product(dy, weight)  # dh until the kernel has run
-    N, F = h.shape
-    d_gate_up = torch.empty_like(gate_up)
-    rows = gate_up if factors is None else factors.contiguous()
-    launch(swiglu_gradient_kernel, N * -(-F // BLOCK), h, gate_up, rows, d_gate_up, **_flags(F, factors))
-    return d_gate_up, product(dy.t(), h)
+class Kept(NamedTuple):
+    """What the backward pass reads."""
+
+    gate_up: Tensor
+    weight: Tensor
+    row_scale: Tensor | None
 
 
-swiglu_linear = torch.library.custom_op("efla_kernels::swiglu_linear", _forward, mutates_args=())
-swiglu_backward = torch.library.custom_op("efla_kernels::swiglu_backward", _backward, mutates_args=())
+class Gradients(NamedTuple):
+    """Gradients of the inputs."""
+
+    gate_up: Tensor
+    weight: Tensor
 
 
-@swiglu_linear.register_fake
-def _(gate_up, weight, factors, stream, link):
-    return gate_up.new_empty(gate_up.shape[0], weight.shape[0])
+def _arguments(gate_up: Tensor, row_scale: Tensor | None) -> tuple[list[Tensor], int, dict[str, Any]]:
+    """What both kernels read (gate_up as the placeholder for no row_scale), their programs and constants."""
+    gate_up, F = gate_up.contiguous(), gate_up.shape[1] // 2
+    tensors = [gate_up, gate_up if row_scale is None else row_scale.contiguous()]
+    constants = {"num_warps": WARPS, "F": F, "BLOCK": BLOCK, "SCALED": row_scale is not None}
+    return tensors, gate_up.shape[0] * -(-F // BLOCK), constants
 
 
-@swiglu_backward.register_fake
-def _(dy, gate_up, weight, factors):
-    return gate_up.new_empty(gate_up.shape), weight.new_empty(weight.shape)
+def _forward(i: Inputs) -> Tensor:
+    tensors, programs, constants = _arguments(i.gate_up, i.row_scale)
+    h = i.gate_up.new_empty(i.gate_up.shape[0], i.weight.shape[1])
+    launch(swiglu_kernel, programs, *tensors, h, **constants)
+    return matmul(h, i.weight.t()) if i.residual is None else addmm(i.residual, h, i.weight.t())
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
+def _fake(i: Inputs) -> Tensor:
+    return i.gate_up.new_empty(i.gate_up.shape[0], i.weight.shape[0])
 
 
-def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    backward = swiglu_backward if traced() else _backward
-    return *backward(dy, *ctx.saved_tensors), None, None, dy if ctx.needs_input_grad[4] else None
+def _keep(i: Inputs, y: Tensor) -> Kept:
+    return Kept(i.gate_up, i.weight, i.row_scale)
 
 
-project = differentiable(swiglu_linear, _forward, _setup, _gradient)
+def _backward(d: OutputGradients, kept: Kept) -> Gradients:
+    tensors, programs, constants = _arguments(kept.gate_up, kept.row_scale)
+    h = matmul(d.y, kept.weight)  # dh until the kernel has run
+    d_gate_up = torch.empty_like(tensors[0])
+    launch(swiglu_gradient_kernel, programs, h, *tensors, d_gate_up, **constants)
+    return Gradients(d_gate_up, matmul(d.y.t(), h))
+
+
+def _backward_fake(d: OutputGradients, kept: Kept) -> Gradients:
+    return Gradients(kept.gate_up.new_empty(kept.gate_up.shape), kept.weight.new_empty(kept.weight.shape))
+
+
+swiglu_op = register("swiglu_linear", _forward, _fake, Autograd(_keep, _backward, _backward_fake, residual="link"))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efla_kernels.layers.convolution import short_convolution
+from efla_kernels.layers.cross_entropy import logit_rows
 
 CONSTANTS = ("dy", "row_scale")  # inputs without a gradient
 
@@ -114,7 +115,9 @@ class LossCase:
 
         assert backend == "triton"
         leaves = _leaves(tensors)
-        loss = fused_linear_cross_entropy(leaves["hidden"], leaves["weight"], tensors["targets"])
+        loss = fused_linear_cross_entropy(
+            leaves["hidden"], leaves["weight"], tensors["targets"], logit_rows(self.tokens, self.value_width)
+        )
         return _with_gradients("loss", loss, leaves, torch.ones_like(loss))
 
     def truth(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ MANY_ROWS, WIDE = 4096, 4096
 SHORT_SUM, SHORT_SUM_OF_WEIGHTS, LONG_SUM = 3072, 4096, 32768
 
 
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a b of [M, K] and [K, N], in `out` where it is given: in the operands' type, or on a GPU in fp32, the type of
     16-bit products' sums."""
     dtype = a.dtype if out is None else out.dtype
@@ -34,7 +34,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mm(a, b, out=out) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype, out=out)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def addmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b, total contiguous, in the operands' type, or in fp32 on a GPU."""
     plan = _plan(a, b, total.dtype, total)
     if plan is not None:
@@ -47,7 +47,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += torch.mm(a, b, out_dtype=torch.float32)
 
 
-def product_onto(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def addmm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """x + a b, in one type; torch would copy x to where the sum goes, and add there."""
     plan = _plan(a, b, x.dtype, x, apart=True) if x.dtype == a.dtype else None
     if plan is None:
