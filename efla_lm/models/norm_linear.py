@@ -180,7 +180,7 @@ def plus(residual: Tensor | Stream | None, y: Tensor) -> Tensor:
     """residual + y."""
     if residual is None:
         return y
-    return residual.plus(y) if isinstance(residual, Stream) else residual + y
+    return residual.add(y) if isinstance(residual, Stream) else residual + y
 
 
 def weight_suffices(module: nn.Module, x: Tensor) -> bool:

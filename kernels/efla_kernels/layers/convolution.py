@@ -73,8 +73,8 @@ def short_convolution(
     if x.is_cuda:
         return convolve(inputs, last_apart)
     # Triton's interpreter truncates when it rounds to 16 bits, so it gets fp32
-    wide = [None if t is None else t.float() for t in (x, weight, bias, inputs.state)]
-    parts = convolve(Inputs(*wide, *inputs[4:]), last_apart)  # type: ignore[arg-type]
+    wide = (t.float() if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs)
+    parts = convolve(Inputs._make(wide), last_apart)
     return tuple(y.to(x.dtype) for y in parts)
 
 

@@ -1,19 +1,19 @@
 """Short causal depthwise convolution and SiLU, forward and backward, for several outputs in one launch.
 
-    z_t = bias + sum_j w_j u_{t-j}  (j < W, w_0 the last tap; u_t = r_t x_t),   y_t = z_t sigmoid(z_t)
+    z_t = bias + sum_j w_j u_{t-j}  (j < W, w_0 for the current token; u_t = r_t x_t),   y_t = z_t sigmoid(z_t)
     dz_t = dy_t s (1 + z (1 - s)),  s = sigmoid(z_t);   dx_t = r_t sum_j w_j dz_{t+j};   dw_j = sum_t dz_t u_{t-j}
 
-r_t are the rows' factors, 1 where there are none.
+r_t are the row scales, 1 by default.
 
-A program marches through STRIP tokens of BLOCK channels: the last three inputs, or the gradients of the last three
-inputs that are not complete yet, stay in registers, so that every tensor moves once, z is computed once in the backward
-pass, and the sums of dw and dbias need no exchange between threads. Each program writes its sums into a row of a table,
-which PyTorch adds up: no atomics, the same bits in every run.
+A program walks through STRIP tokens of BLOCK channels. The last three inputs stay in registers, in the backward pass
+with the three gradients that are not complete yet. So every tensor moves once, the backward pass computes z once, and
+the sums of dw and dbias need no exchange between threads. Each program writes its sums into a row of a table, which
+PyTorch adds up: no atomics, the same bits in every run.
 
 The forward pass has ROWS strips side by side and loads four tokens ahead into registers. The backward pass has one
 strip, so that what depends on the token alone is a scalar, and loads STAGES - 1 times four tokens ahead into shared
-memory (Triton makes that of the loop of `tl.range`, where loads are of four bytes or more). WHOLE says that its strips
-are full, T a multiple of STRIP: then four tokens at a time are there and no load needs a mask for them.
+memory (Triton pipelines the loop of `tl.range` so, for loads of four bytes or more). WHOLE: T is a multiple of STRIP.
+All strips are full then, and no load needs a mask for them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from efla_kernels.launch.interpreter import INTERPRETED
 
 @triton.jit
 def sigmoid(z):
-    """1 / (1 + exp(-z)) in fp32 to some 2e-7, in four instructions.
+    """1 / (1 + exp(-z)) in fp32 within about 2e-7, in four instructions.
 
-    Triton's own exponential and division guard denormals and huge divisors with six more, which matter here: the
-    backward pass is bound by its instructions. Flushed to zero, an overflowing exp(-z) still gives 0.
+    Triton's exponential and division guard denormals and huge divisors with six more instructions. The backward pass is
+    bound by its instructions. Where exp(-z) overflows, the result is still 0.
     """
     if INTERPRETED:
         return 1.0 / (1.0 + tl.exp(-z))
@@ -46,7 +46,7 @@ def sigmoid(z):
 
 @triton.jit
 def widened(x):
-    """x in fp32. bf16 two at a time, for which two instructions do; by Triton's own conversion it takes three."""
+    """x in fp32. Two bf16 take two instructions together; Triton's conversion takes three."""
     if INTERPRETED or x.dtype != tl.bfloat16:
         return x.to(tl.float32)
     else:
@@ -57,7 +57,7 @@ def widened(x):
 
 @triton.jit
 def part_of(block, y0, y1, y2, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, BLOCK: tl.constexpr):
-    """(tensor, width, first channel, first column) of a channel block; no block reaches into two of the parts."""
+    """(tensor, width, first channel, first column) of a channel block; each block belongs to one part."""
     end0: tl.constexpr = (D0 + BLOCK - 1) // BLOCK
     end1: tl.constexpr = end0 + (D1 + BLOCK - 1) // BLOCK
     in0 = block < end0
@@ -70,8 +70,8 @@ def part_of(block, y0, y1, y2, D0: tl.constexpr, D1: tl.constexpr, D2: tl.conste
 
 
 @triton.jit
-def tap(weight, channels, inside, J: tl.constexpr, W: tl.constexpr):
-    """w_J in fp32; zeros where the convolution has no such tap."""
+def weight_at(weight, channels, inside, J: tl.constexpr, W: tl.constexpr):
+    """w_J in fp32; zeros from the kernel size on."""
     if J < W:
         return tl.load(weight + channels * W + (W - 1 - J), mask=inside, other=0.0).to(tl.float32)
     else:
@@ -80,7 +80,7 @@ def tap(weight, channels, inside, J: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def factor_at(scale, place, t, T, there, J: tl.constexpr, SCALED: tl.constexpr):
-    """The factor of token t + J; zero where there is no such token. there: whether there is such a strip."""
+    """The row scale of token t + J; zero where there is no such token. there: whether the strip exists."""
     if SCALED:
         return tl.load(scale + (place + J), mask=there & (t + J >= 0) & (t + J < T), other=0.0)
     else:
@@ -89,7 +89,7 @@ def factor_at(scale, place, t, T, there, J: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit
 def times(x, factor, SCALED: tl.constexpr):
-    """x in fp32, times its row's factor."""
+    """x in fp32, times its row scale."""
     if SCALED:
         return x.to(tl.float32) * factor
     else:
@@ -110,7 +110,7 @@ def before_strip(x, scale, state, b, t, T, stride, channels, there, inside, D: t
 
 @triton.jit
 def row_at(base, place, t, T, end, stride, columns, inside, J: tl.constexpr):
-    """Token t + J at `columns`, as stored; zeros from `end` or T on. place: where token t is among all rows'.
+    """Token t + J at `columns`, as stored; zeros from `end` or T on. place: the index of token t in all rows.
 
     With a constant stride, addresses differ from call to call by a constant.
     """
@@ -145,7 +145,7 @@ def convolution_kernel(
     bias,  # [D]; BIAS only
     state,  # [B, W-1, D]; STATE only
     starts,  # [T] first token of each token's document; PACKED only
-    scale,  # [B, T] fp32, the rows' factors; SCALED only
+    scale,  # [B, T] fp32, row scales; SCALED only
     y0,  # out [B, T, D0], and the two other parts
     y1,
     y2,
@@ -179,10 +179,10 @@ def convolution_kernel(
     if not EVEN:
         inside = inside & (columns < width)
     channels = before + columns
-    w0 = tap(weight, channels, inside, 0, W)
-    w1 = tap(weight, channels, inside, 1, W)
-    w2 = tap(weight, channels, inside, 2, W)
-    w3 = tap(weight, channels, inside, 3, W)
+    w0 = weight_at(weight, channels, inside, 0, W)
+    w1 = weight_at(weight, channels, inside, 1, W)
+    w2 = weight_at(weight, channels, inside, 2, W)
+    w3 = weight_at(weight, channels, inside, 3, W)
     shift = tl.zeros([ROWS, BLOCK], tl.float32)
     if BIAS:
         shift = tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
@@ -198,7 +198,7 @@ def convolution_kernel(
     f2, f3 = factor_at(scale, place, t, T, there, 2, SCALED), factor_at(scale, place, t, T, there, 3, SCALED)
     for _ in range(STRIP // 4):
         x0, x1, x2, x3 = times(n0, f0, SCALED), times(n1, f1, SCALED), times(n2, f2, SCALED), times(n3, f3, SCALED)
-        n0 = row_at(x, place, t, T, end, stride, channels, inside, 4)  # under way while these four are computed
+        n0 = row_at(x, place, t, T, end, stride, channels, inside, 4)  # in flight while these four are computed
         n1 = row_at(x, place, t, T, end, stride, channels, inside, 5)
         n2 = row_at(x, place, t, T, end, stride, channels, inside, 6)
         n3 = row_at(x, place, t, T, end, stride, channels, inside, 7)
@@ -222,7 +222,7 @@ def slope(dy, z):
 
 @triton.jit
 def token(rows, t, T, inside, J: tl.constexpr, stride, WHOLE: tl.constexpr, EVEN: tl.constexpr):
-    """Token t + J in fp32, zeros from T on; rows: addresses of token t, from which it is a constant away."""
+    """Token t + J in fp32, zeros from T on; rows: addresses of token t."""
     if WHOLE and EVEN:
         return widened(tl.load(rows + J * stride))
     elif WHOLE:
@@ -233,7 +233,7 @@ def token(rows, t, T, inside, J: tl.constexpr, stride, WHOLE: tl.constexpr, EVEN
 
 @triton.jit
 def factor(scale, place, t, T, J: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr):
-    """The factor of token t + J, 1 without factors."""
+    """The row scale of token t + J, 1 by default."""
     if SCALED and WHOLE:
         return tl.load(scale + (place + J))
     elif SCALED:
@@ -247,10 +247,10 @@ def gradient_step(
     t, T, starts, x, h1, h2, h3, dy, p1, p2, p3, w0, w1, w2, w3, bias, s0, s1, s2, s3, sb,
     COUNT: tl.constexpr, PACKED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Token t of the backward pass: (dx of t-3, what dx of t, t-1, t-2 has so far, sums of dw_0 .. dw_3 and dbias).
+    """Token t of the backward pass: (dx of t-3, partial dx of t, t-1, t-2, sums of dw_0 .. dw_3 and dbias).
 
-    h: the inputs before t; p: what dx of t-1, t-2, t-3 had so far. Without COUNT the sums stay: the token is another
-    strip's, whose gradient only completes dx here.
+    h: the inputs before t; p: the partial dx of t-1, t-2, t-3. Without COUNT the sums do not change: the token belongs
+    to the next strip and only completes this strip's dx.
     """
     if PACKED:
         m1, m2, m3 = same_document(starts, t, T)
@@ -276,7 +276,7 @@ def gradient_step(
 def store_dx(rows, d_state, b, t, T, first, channels, inside, value, factor, J: tl.constexpr, D: tl.constexpr,
              W: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, STATE: tl.constexpr,
              SCALED: tl.constexpr):  # fmt: skip
-    """dx of token u = t + J where it is the strip's own; the state's gradient where u lies before the row's first."""
+    """dx of token u = t + J where u belongs to the strip; the state's gradient where u is before the row."""
     u = t + J
     value = times(value, factor, SCALED)
     narrow = value.to(rows.dtype.element_ty)
@@ -336,10 +336,10 @@ def convolution_gradient_kernel(
     columns = column + tl.arange(0, BLOCK)
     inside = columns < width
     channels = before + columns
-    w0 = tap(weight, channels, inside, 0, W)
-    w1 = tap(weight, channels, inside, 1, W)
-    w2 = tap(weight, channels, inside, 2, W)
-    w3 = tap(weight, channels, inside, 3, W)
+    w0 = weight_at(weight, channels, inside, 0, W)
+    w1 = weight_at(weight, channels, inside, 1, W)
+    w2 = weight_at(weight, channels, inside, 2, W)
+    w3 = weight_at(weight, channels, inside, 3, W)
     shift = tl.zeros([BLOCK], tl.float32)
     if BIAS:
         shift = tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
@@ -359,13 +359,13 @@ def convolution_gradient_kernel(
     dy += place * width + columns
     dx += place * D + channels
     c1 = tl.full([], 1.0, tl.float32)
-    c2, c3 = c1, c1  # the factors of tokens t-1, t-2, t-3, whose dx this strip stores from its fourth token on
+    c2, c3 = c1, c1  # row scales of tokens t-1, t-2, t-3, whose dx this strip stores from its fourth token on
     for _ in tl.range(STRIP // 4 if WHOLE else tl.cdiv(tl.minimum(T - t, STRIP), 4), num_stages=STAGES):
         x0, d0 = token(x, t, T, inside, 0, stride, WHOLE, EVEN), token(dy, t, T, inside, 0, width, WHOLE, EVEN)
         x1, d1 = token(x, t, T, inside, 1, stride, WHOLE, EVEN), token(dy, t, T, inside, 1, width, WHOLE, EVEN)
         x2, d2 = token(x, t, T, inside, 2, stride, WHOLE, EVEN), token(dy, t, T, inside, 2, width, WHOLE, EVEN)
         x3, d3 = token(x, t, T, inside, 3, stride, WHOLE, EVEN), token(dy, t, T, inside, 3, width, WHOLE, EVEN)
-        # read where they are used: then the loop loads them ahead as well
+        # read in the loop, so that the pipeline loads them ahead as well
         f0, f1 = factor(scale, place, t, T, 0, WHOLE, SCALED), factor(scale, place, t, T, 1, WHOLE, SCALED)
         f2, f3 = factor(scale, place, t, T, 2, WHOLE, SCALED), factor(scale, place, t, T, 3, WHOLE, SCALED)
         x0, x1, x2, x3 = times(x0, f0, SCALED), times(x1, f1, SCALED), times(x2, f2, SCALED), times(x3, f3, SCALED)

@@ -30,7 +30,7 @@ def convolve(i: Inputs) -> tuple[Tensor, ...]:
     padded = F.pad(x, (0, 0, gap, 0)) if i.state is None else torch.cat((i.state.to(x.dtype), x), 1)
     if x.is_cuda or i.starts is not None or T <= 1:
         # On a GPU the weight gradient of cuDNN's depthwise convolution is slow. For one decoded token conv1d costs more
-        # than four products. In packed rows the products can leave out tokens of another document.
+        # than W products of shifted rows. Those can also leave out tokens of another document.
         z = _shifted_products(padded, i)
         z = z if i.bias is None else z + i.bias.to(z.dtype)
     else:

@@ -1,12 +1,12 @@
-"""Linear layer and cross-entropy together, without the logits of all tokens in memory.
+"""Linear and cross-entropy in one registered op, without the logits of all tokens in memory.
 
-For rows in blocks of R, as many as `logit_rows` says:
+For rows in blocks of R:
 
-    logits = h W^T (fp32 sums of 16-bit products),  loss_i = log sum_v exp(logits_iv) - logits_it,
-    G = softmax(logits) - onehot(t),  dh = G W,  dW += G^T h (fp32 sums).
+    logits = h W^T (in fp32),  loss_i = log sum_v exp(logits_iv) - logits_it,
+    G = softmax(logits) - onehot(t),  dh = G W,  dW += G^T h (in fp32).
 
-The gradients are ready in the forward pass, which keeps them instead of the logits; the backward pass only scales them
-by the incoming gradient, and rounds dW to the weight's type.
+The forward pass computes the gradients and keeps them instead of the logits. The backward pass scales them by the
+incoming gradient and rounds dW to the weight's type.
 
 One buffer of R fp32 rows serves all blocks: a row's G, in the inputs' type, takes the place of its logits.
 """
@@ -25,11 +25,11 @@ from efla_kernels.launch.interpreter import INTERPRETED
 from efla_kernels.launch.op import Autograd, register, wants_gradient
 from efla_kernels.layers.tuned_matmul.matmul import addmm_, matmul
 
-SCALED = 2048  # elements per program of `scale_kernel`
+SCALED = 2048  # elements of a program of `scale_kernel`
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-MOST_HELD = 32768  # columns of a row that the registers of one program hold, 32 in each of 1024 threads
-BLOCK = 16384  # columns at a time of a longer row, 16 in each thread: two rows of a multiprocessor at once
+MOST_HELD = 32768  # columns of a row that one program's registers hold, 32 in each of 1024 threads
+BLOCK = 16384  # columns at a time of a longer row, 16 in each thread: a multiprocessor runs two rows at once
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def exponent(x, c):
 
 @triton.jit
 def exp2(x):
-    """2^x in one instruction, without guards for what is smaller than normal numbers."""
+    """2^x in one instruction; denormal results become 0."""
     if INTERPRETED:
         return tl.exp2(x)
     else:
@@ -60,13 +60,13 @@ def raised(x, c):
 
 @triton.jit
 def scaled_top(top):
-    """The c of `raised`; a number where there is nothing but -inf."""
+    """The c of `raised`; finite also where all logits are -inf."""
     return tl.where(top == float("-inf"), 0.0, top * LOG2_E)
 
 
 @triton.jit
 def fetch(row, V, LINES: tl.constexpr):
-    """Ask for a row of V fp32 numbers to be brought into the L2 cache, in lines of 32."""
+    """Prefetch a row of V fp32 numbers into the L2 cache, in lines of 32."""
     place = (row + tl.minimum(tl.arange(0, LINES) * 32, V - 1)).to(tl.int64, bitcast=True)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
@@ -88,9 +88,9 @@ def cross_entropy_kernel(
 ):
     """One row: its loss, and with GRADIENT softmax - onehot; both 0 where the target is ignored.
 
-    HELD: the row fits into BLOCK columns, is read once and stays in registers as exponentials. Where it fills a
-    multiprocessor's registers, nothing else runs there while it waits for memory: it has the row that comes AHEAD rows
-    later brought into the L2 cache. Without HELD a row is read twice, with a running maximum for 16 columns at a time.
+    HELD: the row fits into BLOCK columns, is read once and stays in registers as exponentials. A row that fills a
+    multiprocessor's registers has no other program to hide its wait for memory, so it prefetches the row AHEAD rows
+    later into the L2 cache. Without HELD a row is read twice, with a running maximum for 16 columns at a time.
     """
     row = tl.program_id(0).to(tl.int64)
     following = logits + tl.minimum(row + AHEAD, tl.num_programs(0) - 1) * V
@@ -98,7 +98,7 @@ def cross_entropy_kernel(
     gradient += row * stride
     target = tl.load(targets + row)
     counted = target >= 0
-    end = tl.where(counted, V, 0)  # of an ignored row nothing is read: its gradient is 0 whatever the logits are
+    end = tl.where(counted, V, 0)  # an ignored row is not read: its gradient is 0 whatever the logits are
     at_target = tl.load(logits + tl.maximum(target, 0))
     if HELD:
         columns = tl.arange(0, BLOCK)
@@ -110,7 +110,7 @@ def cross_entropy_kernel(
         e = raised(x, c)
         total = tl.sum(e, 0)
     else:
-        # lanes first, which puts threads along them: the other axes lie within a thread
+        # lanes first, so that threads are laid along them and the other axes are within a thread
         LANES: tl.constexpr = BLOCK // 16
         lanes, sixteen = tl.arange(0, LANES)[:, None, None], tl.arange(0, 4)
         columns = lanes * 4 + sixteen[None, :, None] * (4 * LANES) + sixteen[None, None, :]
@@ -126,18 +126,18 @@ def cross_entropy_kernel(
         top = tl.max(largest, 0)
         c = scaled_top(top)
         total = tl.sum(sums * exp2(scaled - c), 0)
-    log_sum = tl.log(total) - exponent(top, c) * LN_2  # of exp(x - top): c is rounded, and every term off by as much
+    log_sum = tl.log(total) - exponent(top, c) * LN_2  # of exp(x - top), without the rounding error of c
     tl.store(losses + row, tl.where(counted, top - at_target + log_sum, 0.0))
     if GRADIENT:
         factor = tl.where(counted, 1.0 / total, 0.0)
         if HELD:
-            tl.debug_barrier()  # the row lies over logits that other threads have loaded
+            tl.debug_barrier()  # the gradient overwrites logits that other threads have loaded
             tl.store(gradient + columns, (e * factor).to(gradient.dtype.element_ty), mask=columns < V)
         else:
             for start in range(0, V, BLOCK):
                 at = start + columns
                 x = tl.load(logits + at, mask=at < end, other=float("-inf"), eviction_policy="evict_first")
-                # what is stored next lies over logits that other threads load up to here, never over later ones
+                # the next store overwrites logits that other threads have loaded by now, none of later blocks
                 tl.debug_barrier()
                 p = raised(x, c) * factor
                 tl.store(gradient + at, p.to(gradient.dtype.element_ty), mask=at < V)
@@ -166,7 +166,7 @@ def scale_kernel(x, factor, y, N, BLOCK: tl.constexpr):
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """factor x in `dtype`; torch would round the factor (1 / tokens, often) to 16 bits first, off by up to 0.4 %."""
+    """factor x in `dtype`. torch would round the factor (often 1 / tokens) to 16 bits first, off by up to 0.4 %."""
     y = torch.empty_like(x, dtype=dtype)
     launch(scale_kernel, -(-x.numel() // SCALED), x, factor.float(), y, x.numel(), BLOCK=SCALED, num_warps=4)
     return y

@@ -76,7 +76,10 @@ def norm_gradient_kernel(
     BLOCK: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
-    """dh = d_link + g' - h r^2 <g', h> / D,  g' = g + r d_logits narrow,  <r d_logits narrow, h> = <d_logits, logits>."""
+    """dh = d_link + g' - h r^2 <g', h> / D,  g' = g + r d_logits narrow.
+
+    d_link = 0 without RESIDUAL. <r d_logits narrow, h> = <d_logits, logits>.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = rows < N

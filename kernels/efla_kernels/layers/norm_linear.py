@@ -54,12 +54,12 @@ def norm_linear(
     """
     _check(h, weights, narrow)
     second = weights[1] if len(weights) == 2 else None
-    tensors = [h.reshape(-1, h.shape[-1]), weights[0], second, narrow]
     kernels = layer_backend(backend, h) == "triton" and h.numel() > 0
+    inputs = Inputs(h.reshape(-1, h.shape[-1]), weights[0], second, narrow, eps, kernels)
     if kernels and not h.is_cuda:  # Triton's interpreter truncates when it rounds to 16 bits, so it gets fp32
-        tensors = [None if t is None else t.float() for t in tensors]
+        inputs = Inputs._make(t.float() if isinstance(t, Tensor) else t for t in inputs)
     with torch.autocast(h.device.type, enabled=False):  # matmuls have their operands' dtype, forward and back
-        r, logits, link, *raws = norm_linear_op(Inputs(*tensors, eps, kernels))  # type: ignore[arg-type]
+        r, logits, link, *raws = norm_linear_op(inputs)
     rows = h.shape[:-1]
     return (
         Stream(h.detach(), link.to(h.dtype)),

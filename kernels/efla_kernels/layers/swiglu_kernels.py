@@ -4,9 +4,9 @@
 
 g and u are gate and up times their row's scale r, where there is one; the gradients of gate and up are r dg and r du.
 
-h is not kept: one backward kernel reads g, u and dh, and writes dg, du and (in dh's place) h, which dW needs. That moves
-six rows of F numbers per token. torch.compile moves ten: it recomputes h in a kernel of its own, and its gradient kernel
-over [N, 2F] reads g and dh in both halves.
+h is not kept: one backward kernel reads g, u and dh, and writes dg, du and (in dh's place) h, which dW needs. It moves
+six rows of F numbers per token. torch.compile moves ten: it recomputes h in a kernel of its own, and its gradient
+kernel over [N, 2F] reads g and dh in both halves.
 """
 
 from __future__ import annotations

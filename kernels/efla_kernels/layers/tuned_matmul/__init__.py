@@ -1,1 +1,1 @@
-"""Matrix products by a cuBLASLt algorithm of our choice."""
+"""Matmuls by a cuBLASLt algorithm of our choice."""

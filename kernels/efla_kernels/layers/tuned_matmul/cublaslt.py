@@ -1,8 +1,8 @@
-"""Products by an algorithm of our choice, through the C interface of the cuBLASLt that torch has loaded.
+"""Matmuls by an algorithm of our choice, through the C interface of the cuBLASLt that torch has loaded.
 
-cuBLASLt offers several algorithms for a product, in the order in which its heuristics expect them to be fast, and torch
-takes what the heuristics like best. `choose` takes another of them where `matmul.py` names one. The numbers
-of the C interface (enumerations, sizes of structures) are those of cublasLt.h, the same from CUDA 11 on.
+For a matmul cuBLASLt offers several algorithms, ordered by its heuristics, and torch takes the first. `choose` takes
+another one where `matmul.py` names it. The constants of the C interface (enumerations, sizes of structures) are those
+of cublasLt.h, the same from CUDA 11 on.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ TRANSPOSE_A, TRANSPOSE_B = 3, 4  # cublasLtMatmulDescAttributes_t
 MOST_WORKSPACE = 1  # cublasLtMatmulPreferenceAttributes_t
 TILE, SPLIT, CUSTOM = 1, 2, 5  # cublasLtMatmulAlgoConfigAttributes_t
 CANDIDATES = 32
-WORKSPACE = 128 << 20  # bytes; what is used is what the chosen algorithm wants
-PLANS = 4096  # held at once; of lengths that never repeat there is no end
-ALIGNMENT = 256  # bytes of every matrix's first element, which the heuristics take for granted
+WORKSPACE = 128 << 20  # bytes at most; a matmul takes what its algorithm needs
+PLANS = 4096  # kept at most: sequence lengths may never repeat
+ALIGNMENT = 256  # bytes of every matrix's first element, which the heuristics assume
 ONE, ZERO = (ctypes.byref(ctypes.c_float(x)) for x in (1.0, 0.0))
 
 
 class Algorithm(NamedTuple):
-    """What tells algorithms apart: cublasLtMatmulTile_t, the variant (custom option), parts of the summed axis."""
+    """An algorithm's identity: cublasLtMatmulTile_t, the variant (custom option), parts of the summed axis."""
 
     tile: int
     custom: int
@@ -49,8 +49,8 @@ class _Found(ctypes.Structure):
     )
 
 
-class Made:
-    """What a function cublasLt...Create made, for calls of other functions to take, and destroyed with this object."""
+class Handle:
+    """A handle that cublasLt...Create returned, passed to other functions; destroyed with this object."""
 
     def __init__(self, kind: str, *arguments: Any) -> None:
         self._as_parameter_ = ctypes.c_void_p()
@@ -60,23 +60,23 @@ class Made:
 
 
 class Plan(NamedTuple):
-    """A product that is ready to run: descriptors, the algorithm, and the bytes of workspace that it wants."""
+    """A matmul that is ready to run: descriptors and the algorithm, with the bytes of workspace that it needs."""
 
-    handle: Made
-    description: Made
-    first: Made
-    second: Made
-    out: Made
+    handle: Handle
+    description: Handle
+    first: Handle
+    second: Handle
+    out: Handle
     found: _Found
 
     @property
     def algorithm(self) -> Algorithm:
-        """What runs."""
+        """The algorithm that runs."""
         return _algorithm(self.found)
 
 
 class Matrix(NamedTuple):
-    """A matrix [rows, columns] in row-major order with `stride` elements from row to row, used transposed or not."""
+    """A row-major matrix [rows, columns] with `stride` elements from row to row; the matmul may use its transpose."""
 
     rows: int
     columns: int
@@ -85,7 +85,7 @@ class Matrix(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """As the product sees it."""
+        """As the matmul sees it."""
         return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
 
 
@@ -93,7 +93,7 @@ Choice = Callable[[Matrix, Matrix, list[Algorithm]], int | None]
 
 
 def matrix(x: Tensor) -> Matrix | None:
-    """How x [rows, columns] lies in memory; None where cuBLASLt could not take it as it is, or where it is empty."""
+    """The memory layout of x [rows, columns]; None where x is empty or cuBLASLt cannot read it without a copy."""
     if x.numel() == 0:
         return None
     for transposed, y in ((False, x), (True, x.t())):
@@ -115,24 +115,24 @@ def library() -> ctypes.CDLL | None:
 
 @functools.lru_cache(PLANS)
 def choose(left: Matrix, right: Matrix, out: torch.dtype, device: int, choice: Choice) -> Plan | None:
-    """The plan of left @ right for bf16 matrices, sums in fp32, the result contiguous in `out`'s type.
+    """The plan of left @ right for bf16 matrices, with fp32 sums and a contiguous result of type `out`.
 
-    choice: takes left, right and the algorithms that are offered, and returns the index of one, or None. Returns None
-    then, where there is no cuBLASLt, and, with a warning, where it reports an error.
+    choice(left, right, offered algorithms) returns the index of one, or None. The plan is None then, where there is no
+    cuBLASLt and, with a warning, where cuBLASLt reports an error.
     """
     if library() is None:
         return None
     try:
         return _chosen(left, right, out, device, choice)
     except RuntimeError as error:
-        warnings.warn(f"{error}, for {left} and {right}: this product is torch's own", stacklevel=2)
+        warnings.warn(f"{error}, for {left} and {right}: this matmul is torch's own", stacklevel=2)
         return None
 
 
 def _chosen(left: Matrix, right: Matrix, out: torch.dtype, device: int, choice: Choice) -> Plan | None:
     M, N = left.shape[0], right.shape[1]
     # row-major C = A B is column-major C^T = B^T A^T, where a row-major matrix is its own transpose
-    description = Made("MatmulDesc", COMPUTE_32F, TYPES[torch.float32])
+    description = Handle("MatmulDesc", COMPUTE_32F, TYPES[torch.float32])
     for attribute, operand in ((TRANSPOSE_A, right), (TRANSPOSE_B, left)):
         flag = ctypes.c_int32(operand.transposed)
         _call("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.byref(flag), _size(flag))
@@ -142,19 +142,22 @@ def _chosen(left: Matrix, right: Matrix, out: torch.dtype, device: int, choice: 
     index = choice(left, right, [_algorithm(x) for x in found])
     if index is None:
         return None
-    # a copy: an entry of an array holds on to all of it
+    # a copy, since an entry keeps its whole array alive
     return Plan(_handle(device), description, first, second, result, _Found.from_buffer_copy(found[index]))
 
 
-def run(plan: Plan, a: Tensor, b: Tensor, out: Tensor, onto: Tensor | None = None) -> None:
-    """out = a b, or a b + onto, which lies as out does and may be out, on the current stream. Raises RuntimeError where
-    cuBLASLt reports an error."""
+def run(plan: Plan, a: Tensor, b: Tensor, out: Tensor, added: Tensor | None = None) -> None:
+    """out = a b, or a b + added, on the current stream; `added` has out's layout and may be out.
+
+    Raises RuntimeError where cuBLASLt reports an error.
+    """
     size = plan.found.workspace
     workspace = torch.empty(size, dtype=torch.uint8, device=a.device) if size else None
     status = _matmul()(
         plan.handle, plan.description,
         ONE, b.data_ptr(), plan.first, a.data_ptr(), plan.second,
-        ZERO if onto is None else ONE, (out if onto is None else onto).data_ptr(), plan.out, out.data_ptr(), plan.out,
+        ZERO if added is None else ONE, (out if added is None else added).data_ptr(), plan.out,
+        out.data_ptr(), plan.out,
         ctypes.byref(plan.found), None if workspace is None else workspace.data_ptr(), size,
         torch.cuda.current_stream(a.device).cuda_stream,
     )  # fmt: skip
@@ -163,16 +166,16 @@ def run(plan: Plan, a: Tensor, b: Tensor, out: Tensor, onto: Tensor | None = Non
 
 @functools.cache
 def _matmul() -> Any:
-    """The one function that is called often, with its types known beforehand."""
+    """cublasLtMatmul with its argument types declared, which makes the call faster."""
     function = library().cublasLtMatmul  # type: ignore[union-attr]
     function.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
     return function
 
 
 @functools.cache
-def _handle(device: int) -> Made:
+def _handle(device: int) -> Handle:
     with torch.cuda.device(device):
-        return Made("")
+        return Handle("")
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -184,15 +187,15 @@ def _check(name: str, status: int) -> None:
         raise RuntimeError(f"{name} of cuBLASLt: expected status 0, got {status} (cublasStatus_t)")
 
 
-def _layout(rows: int, columns: int, stride: int, dtype: torch.dtype) -> Made:
-    """Of a row-major matrix, which is column-major [columns, rows]."""
+def _layout(rows: int, columns: int, stride: int, dtype: torch.dtype) -> Handle:
+    """The layout of a row-major matrix, which is column-major [columns, rows]."""
     sizes = ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(stride)
-    return Made("MatrixLayout", TYPES[dtype], *sizes)
+    return Handle("MatrixLayout", TYPES[dtype], *sizes)
 
 
-def _offered(handle: Made, description: Made, layouts: list[Made]) -> list[_Found]:
-    """What the heuristics offer, best first."""
-    preference = Made("MatmulPreference")
+def _offered(handle: Handle, description: Handle, layouts: list[Handle]) -> list[_Found]:
+    """The algorithms that the heuristics offer, best first."""
+    preference = Handle("MatmulPreference")
     most = ctypes.c_size_t(WORKSPACE)
     _call("cublasLtMatmulPreferenceSetAttribute", preference, MOST_WORKSPACE, ctypes.byref(most), _size(most))
     found, count = (_Found * CANDIDATES)(), ctypes.c_int()

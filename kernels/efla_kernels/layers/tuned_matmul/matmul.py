@@ -1,7 +1,7 @@
-"""Products of matrices, by the algorithm that takes the least time where the GPU's power is what limits them.
+"""Matmuls by the algorithm that takes the least time where the GPU's power limits them.
 
-The products of a training step keep a GPU at its power limit, where its clock follows what each of them draws. torch
-follows the heuristics of cuBLASLt, which know the fastest algorithm at full clock; under the limit others are faster.
+The matmuls of a training step keep a GPU at its power limit, where its clock depends on what each of them draws. torch
+follows the heuristics of cuBLASLt, which know the fastest algorithm at full clock. At the limit others are faster.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from efla_kernels.layers.tuned_matmul import cublaslt
 from efla_kernels.layers.tuned_matmul.cublaslt import Algorithm, Matrix
 
 MULTIPROCESSORS = 132
-# as cuBLASLt sees them, tiles are columns x rows; the numbers of variants have no names (see `Algorithm`)
+# tiles are columns x rows, as cuBLASLt sees them; its variants have numbers but no names (see `Algorithm`)
 TILES_176_128, TILES_128_160, TILES_128_128 = Algorithm(201, 2, 1), Algorithm(29, 1, 1), Algorithm(20, 3, 1)
-THIRDS_256_128 = Algorithm(24, 7, 3)  # each part in fp32, and so their sum: 12 bytes of workspace an element
+THIRDS_256_128 = Algorithm(24, 7, 3)  # parts and sum in fp32: 12 bytes of workspace per element
 MANY_ROWS, WIDE = 4096, 4096
 SHORT_SUM, SHORT_SUM_OF_WEIGHTS, LONG_SUM = 3072, 4096, 32768
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a b of [M, K] and [K, N], in `out` where it is given: in the operands' type, or on a GPU in fp32, the type of
-    16-bit products' sums."""
+    """a b of [M, K] and [K, N], written to `out` where it is given.
+
+    The result has the operands' type. On a GPU `out` may be fp32, the type of the sums.
+    """
     dtype = a.dtype if out is None else out.dtype
     plan = _plan(a, b, dtype, out)
     if plan is not None:
@@ -35,10 +37,10 @@ def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def addmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, total contiguous, in the operands' type, or in fp32 on a GPU."""
+    """total += a b; total is contiguous and has the operands' type, or on a GPU fp32."""
     plan = _plan(a, b, total.dtype, total)
     if plan is not None:
-        cublaslt.run(plan, a, b, total, onto=total)
+        cublaslt.run(plan, a, b, total, added=total)
     elif total.dtype == a.dtype:
         total.addmm_(a, b)
     elif _adds_to_fp32(a.device):
@@ -48,23 +50,24 @@ def addmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def addmm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """x + a b, in one type; torch would copy x to where the sum goes, and add there."""
+    """x + a b in one type. torch's addmm would first copy x to the result."""
     plan = _plan(a, b, x.dtype, x, apart=True) if x.dtype == a.dtype else None
     if plan is None:
         return torch.addmm(x, a, b)
     out = torch.empty_like(x)
-    cublaslt.run(plan, a, b, out, onto=x)
+    cublaslt.run(plan, a, b, out, added=x)
     return out
 
 
 def _plan(
     a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None, apart: bool = False
 ) -> cublaslt.Plan | None:
-    """How cuBLASLt should do it; None: as torch does, who says what is wrong with operands that do not fit.
+    """The plan of a b with the result in `dtype`; None: torch's own matmul, which reports operands that do not fit.
 
-    out: where the result goes or what lies as it does. apart: by the algorithm that torch would choose, if by no other.
+    out: the result, or a matrix of its layout. apart: use cuBLASLt also where `preferred` names no
+    algorithm, with torch's choice.
     """
-    if torch.compiler.is_compiling():  # it would follow what is below, past the caches; our ops it does not look into
+    if torch.compiler.is_compiling():  # it would trace through the caches below; it does not trace into our ops
         return None
     if not a.is_cuda or a.dtype != torch.bfloat16 or b.dtype != a.dtype or b.device != a.device:
         return None
@@ -83,11 +86,11 @@ def _plan(
 
 
 def preferred(left: Matrix, right: Matrix, offered: list[Algorithm]) -> int | None:
-    """Which of the offered algorithms the product left @ right takes; None: torch's own choice.
+    """The index of the offered algorithm for the matmul left @ right; None: torch's own choice.
 
-    Measured on an H200 at its power limit, each candidate alone for half a second (docs/speed.md). With a short summed
-    axis two groups of warps that take turns win, each writing its tile while the other multiplies; a gradient of a
-    weight over very many tokens takes the summed axis in three parts where they fill all multiprocessors to the end.
+    Measured on an H200 at its power limit, each candidate alone for half a second (docs/speed.md). For a short summed
+    axis the fastest has two groups of warps that take turns: one writes its tile while the other multiplies. A weight's
+    gradient over very many tokens splits the summed axis into three, where the parts fill all multiprocessors.
     """
     (M, K), (_, N) = left.shape, right.shape
     wanted: list[Algorithm] = []
@@ -104,26 +107,26 @@ def preferred(left: Matrix, right: Matrix, offered: list[Algorithm]) -> int | No
 
 
 def first(left: Matrix, right: Matrix, offered: list[Algorithm]) -> int | None:
-    """What the heuristics like best, which torch follows."""
+    """The heuristics' first, which is torch's choice."""
     return 0 if offered else None
 
 
 def preferred_or_first(left: Matrix, right: Matrix, offered: list[Algorithm]) -> int | None:
-    """The preferred algorithm, else what the heuristics like best."""
+    """The preferred algorithm, else the heuristics' first."""
     index = preferred(left, right, offered)
     return first(left, right, offered) if index is None else index
 
 
 @functools.cache
 def _measured(device: int) -> bool:
-    """Whether a device is of the kind that `preferred` was measured on: H200, and H100 of the same width."""
+    """Whether `preferred` was measured on this kind of GPU: H200, or H100 with as many multiprocessors."""
     properties = torch.cuda.get_device_properties(device)
     return (properties.major, properties.multi_processor_count) == (9, MULTIPROCESSORS)
 
 
 @functools.cache
 def _adds_to_fp32(device: torch.device) -> bool:
-    """Whether addmm adds 16-bit products to an fp32 sum here; torch before 2.9 wants the sum in 16 bits too."""
+    """Whether torch.addmm adds a matmul of 16-bit operands to an fp32 tensor; before torch 2.9 it does not."""
     factor = torch.zeros(16, 16, device=device, dtype=torch.bfloat16)
     total = torch.zeros(16, 16, device=device)
     try:
