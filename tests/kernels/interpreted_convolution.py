@@ -84,7 +84,7 @@ def test_split_at_any_point_with_gradients() -> None:
         leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items() if name != "dy"}
         x, shared = leaves["x"], {name: leaves[name] for name in ("weight", "bias")}
         head = short_convolution(x[:, :cut], **shared, backend="triton")[0]
-        state = convolution_state(x[:, :cut], case.taps)
+        state = convolution_state(x[:, :cut], case.kernel_size)
         tail = short_convolution(x[:, cut:], **shared, state=state, backend="triton")[0]
         y = torch.cat((head, tail), 1)
         assert (y - expected["y"]).norm() <= 1e-6 * expected["y"].norm()

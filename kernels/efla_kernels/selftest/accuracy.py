@@ -1,12 +1,13 @@
-"""Seeded inputs of the delta-rule ops, a run with every gradient, and errors against the float64 definition.
+"""Cases of the self-test: seeded inputs, a run with every gradient, the truth in float64, and bounds on the errors.
 
-Shared by the self-test and the benchmark. The truth is the token recurrence in float64 on the same rounded inputs; for
-long sequences the float64 chunked form, which the CPU tests hold to the recurrence within 1e-12.
+`MixerCase` is the frame of the token mixers' ops, `Case` the delta rules. The truth is the token recurrence in float64
+on the same rounded inputs. For long sequences it is the chunked form in float64, which the CPU tests hold to the
+recurrence within 1e-12. The benchmarks use the same cases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,20 @@ from torch import Tensor
 
 import efla_kernels
 
+Tensors = dict[str, Tensor]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPS = ("delta_rule", "deltanet", "efla", "gated_deltanet", "gated_efla")
-# The recurrence takes some dozen launches per token, so that longer sequences go to the chunked form.
+# The recurrence takes dozens of launches per token, so longer sequences use the chunked form.
 LONGEST_RECURRENCE = 512
-# A gradient smaller than this part of k's (of x's in Mamba-2) is held to an absolute bound: the gates' underflow where
+# A gradient smaller than this part of k's (of x's in Mamba-2) is held to an absolute bound: the gates underflow where
 # beta |k|^2 or the decay is large.
 FLOOR = 1e-6
+# Largest relative errors of values, gradients, and gradients of the decay
+BOUNDS = {BF16: (1e-2, 2e-2, 2e-2), FP16: (1e-2, 2e-2, 2e-2), FP32: (1e-5, 1e-5, 5e-5)}
+DECAY_GRADIENTS = ("dlog_g", "dlog_decay", "ddt", "dA_log", "ddt_bias")
+CONSTANTS = ("do", "d_final", "dt_mask")  # tensors that get no gradient
 
-# how the decay parameter g is drawn, as log g of uniform numbers u
+# log g by name, from uniform numbers u
 DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "mixed": lambda u: F.logsigmoid(12 * u - 4),  # g from 0.018 to 0.9997
     "1": torch.zeros_like,
@@ -45,25 +52,72 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """Shape, type and distribution of one op's inputs.
+class Draw:
+    """Seeded random numbers in fp32; drawn on the CPU they are the same on every machine."""
 
-    key_norm: norm of the keys; None: norms spread evenly in logarithm from 1e-2 to 1e2. keys: "normal", or "near": all
-    within a percent of one direction. decay: a key of `DECAYS`; None: `delta_rule` has no decay. strided: q, k, v are
-    views of one tensor, as the models' projection gives them. layout: of the gradients that arrive, a key of `LAYOUTS`.
+    def __init__(self, seed: int, device: str = "cpu") -> None:
+        self.options: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
+
+    def normal(self, *shape: int) -> Tensor:
+        """Standard normal numbers."""
+        return torch.randn(*shape, **self.options)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Uniform numbers in [0, 1)."""
+        return torch.rand(*shape, **self.options)
+
+
+class Checked:
+    """What every case has beside its own `inputs`, `run` and `truth`."""
+
+    op: str
+    dtype: torch.dtype
+    tokens: int
+    key_width: int
+    value_width: int
+
+    def inputs(self, seed: int, device: torch.device | str) -> Tensors:
+        """The tensors by argument name."""
+        raise NotImplementedError
+
+    def run(self, tensors: Tensors, backend: str, dtype: torch.dtype | None = None) -> Tensors:
+        """Outputs by name and gradients by "d" and the input's name, of inputs cast to `dtype`."""
+        raise NotImplementedError
+
+    def truth(self, tensors: Tensors) -> Tensors:
+        """The same in float64 from the rounded inputs."""
+        return self.run(tensors, "torch", torch.float64)
+
+    def bound(self, output: str) -> float:
+        """The largest relative error allowed for one output or gradient."""
+        kind = 2 if output in DECAY_GRADIENTS else 1 if output.startswith("d") else 0
+        return BOUNDS[self.dtype][kind]
+
+    def errors(self, backend: str, device: str = "cpu", seed: int = 0) -> dict[str, float]:
+        """Relative errors of one run."""
+        tensors = self.inputs(seed, device)
+        return relative_errors(self.run(tensors, backend), self.truth(tensors))
+
+    def compiled(self) -> tuple[Any, ...]:
+        """What chooses the compiled kernels: one worker runs all cases where this is the same."""
+        return self.op, self.dtype
+
+
+@dataclass(frozen=True)
+class MixerCase(Checked):
+    """Shape, type and form of the inputs of one op; subclasses draw them.
+
+    strided: the inputs are views of wider tensors, as the models' projections give them. layout: of the gradients that
+    arrive, a key of `LAYOUTS`.
     """
 
     op: str
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = BF16
     batch: int = 1
     tokens: int = 200
     heads: int = 2
     key_width: int = 128
     value_width: int = 128
-    key_norm: float | None = 4.0
-    keys: str = "normal"
-    decay: str | None = None
     cu_seqlens: tuple[int, ...] | None = None
     initial: bool = True
     final: bool = True
@@ -71,84 +125,111 @@ class Case:
     gradients: bool = True
     layout: str = "contiguous"
 
-    @property
-    def sequences(self) -> int:
-        """Rows of the states."""
-        return self.batch if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+    def finished(self, tensors: Tensors, draw: Draw, device: torch.device | str) -> Tensors:
+        """The op's tensors on `device` with the initial state and the gradients that arrive."""
+        rows = self.batch if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+        states = (rows, self.heads, self.key_width, self.value_width)
+        if self.initial:
+            tensors["initial_state"] = draw.normal(*states)
+        first = next(iter(tensors.values()))
+        tensors["do"] = draw.normal(*first.shape[:3], self.value_width).to(self.dtype)
+        tensors["d_final"] = draw.normal(*states)
+        return {name: x.to(device) for name, x in tensors.items()}
 
-    def inputs(self, seed: int, device: torch.device | str, drawn_on: str = "cpu") -> dict[str, Tensor]:
-        """The op's tensors by argument name; drawn on the CPU they are the same numbers on every machine."""
-        generator = torch.Generator(drawn_on).manual_seed(seed)
-        lead = (self.batch, self.tokens, self.heads)
+    def run(self, tensors: Tensors, backend: str, dtype: torch.dtype | None = None) -> Tensors:
+        """Output "o", final state and the gradient of every input."""
+        tensors = cast(tensors, dtype)
+        if self.strided:
+            tensors |= self.views(tensors)
+        leaves = as_leaves(tensors, CONSTANTS, self.gradients)
+        options: dict[str, Any] = {"output_final_state": self.final, "backend": backend}
+        options |= {name: tensors[name] for name in ("dt_mask",) if name in tensors}
+        if self.cu_seqlens is not None:
+            options["cu_seqlens"] = torch.tensor(self.cu_seqlens, device=tensors["do"].device)
+        o, state = getattr(efla_kernels, self.op)(**leaves, **options)
+        outputs = {"o": o} if state is None else {"o": o, "state": state}
+        if not self.gradients:
+            return {name: x.detach() for name, x in outputs.items()}
+        return with_gradients(outputs, leaves, [LAYOUTS[self.layout](tensors[name]) for name in ("do", "d_final")])
 
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=drawn_on)
+    def views(self, tensors: Tensors) -> Tensors:
+        """The inputs that are views of wider tensors."""
+        raise NotImplementedError
 
-        q, k, v = normal(*lead, self.key_width), normal(*lead, self.key_width), normal(*lead, self.value_width)
+    def truth(self, tensors: Tensors) -> Tensors:
+        """The same in float64 from the rounded inputs."""
+        return self.run(tensors, "reference" if self.tokens <= LONGEST_RECURRENCE else "torch", torch.float64)
+
+    def compiled(self) -> tuple[Any, ...]:
+        """The op, its types, widths and options."""
+        flags = (self.cu_seqlens is None, self.initial, self.final, self.gradients, self.strided, self.tokens > 1000)
+        return self.op, self.dtype, self.key_width, self.value_width, self.heads, flags
+
+
+@dataclass(frozen=True)
+class Case(MixerCase):
+    """Inputs of one delta rule.
+
+    key_norm: norm of the keys; None: norms spread evenly in logarithm from 1e-2 to 1e2. keys: "normal", or "near": all
+    within a percent of one direction. decay: a key of `DECAYS`; None: `delta_rule` has no decay.
+    """
+
+    key_norm: float | None = 4.0
+    keys: str = "normal"
+    decay: str | None = None
+
+    def inputs(self, seed: int, device: torch.device | str, drawn_on: str = "cpu") -> Tensors:
+        """The op's tensors by argument name."""
+        draw, lead = Draw(seed, drawn_on), (self.batch, self.tokens, self.heads)
+        q, k, v = (draw.normal(*lead, width) for width in (self.key_width, self.key_width, self.value_width))
         if self.keys == "near":
-            k = normal(self.batch, 1, self.heads, self.key_width) + 0.01 * k
-        norm = self.key_norm
-        exponents = 4 * torch.rand(*lead, 1, generator=generator, device=drawn_on) - 2
-        k = F.normalize(k, dim=-1) * (10.0**exponents if norm is None else norm)
-        logit, u = normal(*lead), torch.rand(*lead, generator=generator, device=drawn_on)
-        qkv = [x.to(self.dtype) for x in (q, k, v)]
-        gates = {"beta_logit": logit.to(self.dtype)}
+            k = draw.normal(self.batch, 1, self.heads, self.key_width) + 0.01 * k
+        exponents = 4 * draw.uniform(*lead, 1) - 2
+        k = F.normalize(k, dim=-1) * (10.0**exponents if self.key_norm is None else self.key_norm)
+        logit, u = draw.normal(*lead), draw.uniform(*lead)
+        tensors = {name: x.to(self.dtype) for name, x in zip("qkv", (q, k, v))}
         decay = DECAYS[self.decay or "mixed"](u)
         if self.op == "delta_rule":
             # 0 <= erase |k|^2 <= 1 keeps the rule stable; erase and write differ
-            lam = qkv[1].double().square().sum(-1).float()
-            gates = {
-                "erase": torch.sigmoid(logit) / lam,
-                "write": torch.rand(*lead, generator=generator, device=drawn_on) / lam.sqrt(),
-            }
+            lam = tensors["k"].double().square().sum(-1).float()
+            tensors |= {"erase": torch.sigmoid(logit) / lam, "write": draw.uniform(*lead) / lam.sqrt()}
             if self.decay is not None:
-                gates["log_decay"] = decay.clamp(min=-1e4)
-        elif self.op.startswith("gated"):
-            gates["log_g"] = decay
-        tensors = dict(zip(("q", "k", "v"), qkv, strict=True)) | gates
-        if self.initial:
-            tensors["initial_state"] = normal(self.sequences, self.heads, self.key_width, self.value_width)
-        tensors["do"] = normal(*lead, self.value_width).to(self.dtype)
-        tensors["d_final"] = normal(self.sequences, self.heads, self.key_width, self.value_width)
-        return {name: x.to(device) for name, x in tensors.items()}
+                tensors["log_decay"] = decay.clamp(min=-1e4)
+        else:
+            tensors["beta_logit"] = logit.to(self.dtype)
+            if self.op.startswith("gated"):
+                tensors["log_g"] = decay
+        return self.finished(tensors, draw, device)
 
-    def run(self, tensors: dict[str, Tensor], backend: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Output, final state and the gradient of every input ("d" + its name), with inputs cast to `dtype`."""
-        tensors = {name: x if dtype is None else x.to(dtype) for name, x in tensors.items()}
-        if self.strided:
-            fused = torch.cat([tensors[name] for name in "qkv"], -1)
-            widths = (self.key_width, self.key_width, self.value_width)
-            tensors |= dict(zip("qkv", fused.split(widths, -1), strict=True))
-        incoming = ("do", "d_final")
-        leaves = {n: x.detach().requires_grad_(self.gradients) for n, x in tensors.items() if n not in incoming}
-        cu_seqlens = None
-        if self.cu_seqlens is not None:
-            cu_seqlens = torch.tensor(self.cu_seqlens, device=tensors["q"].device)
-        options: dict[str, Any] = {"output_final_state": self.final, "cu_seqlens": cu_seqlens, "backend": backend}
-        given = [LAYOUTS[self.layout](tensors[name]) for name in incoming] if self.gradients else None
-        return run_op(self.op, leaves, options, given)
+    def views(self, tensors: Tensors) -> Tensors:
+        """q, k and v are views of one tensor."""
+        joined = torch.cat([tensors[name] for name in "qkv"], -1)
+        return dict(zip("qkv", joined.split((self.key_width, self.key_width, self.value_width), -1), strict=True))
 
-    def truth(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The same in float64 from the rounded inputs."""
-        backend = "reference" if self.tokens <= LONGEST_RECURRENCE else "torch"
-        return self.run(tensors, backend, torch.float64)
+    def compiled(self) -> tuple[Any, ...]:
+        """With and without decay apart."""
+        return *super().compiled(), self.decay is None
 
 
-def run_op(
-    op: str, leaves: dict[str, Tensor], options: dict[str, Any], incoming: list[Tensor] | None
-) -> dict[str, Tensor]:
-    """The op's output "o", its "state" where it has one, and with `incoming` (do, d_final) the leaves' gradients."""
-    o, final = getattr(efla_kernels, op)(**leaves, **options)
-    outputs = {"o": o} if final is None else {"o": o, "state": final}
-    found = {name: x.detach() for name, x in outputs.items()}
-    if incoming is not None:
-        upstream = [given.to(x.dtype) for x, given in zip(outputs.values(), incoming)]
-        taken = torch.autograd.grad(list(outputs.values()), list(leaves.values()), upstream)
-        found |= {"d" + name: grad for name, grad in zip(leaves, taken, strict=True)}
-    return found
+def cast(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
+    """The floating point tensors in `dtype`; None: all as they are."""
+    return {n: x if dtype is None or not x.is_floating_point() else x.to(dtype) for n, x in tensors.items()}
 
 
-def relative_errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+def as_leaves(tensors: Tensors, constants: Iterable[str], gradients: bool = True) -> Tensors:
+    """All but the constants and integers, as leaves of a new graph."""
+    named = {name: x for name, x in tensors.items() if name not in constants and x.is_floating_point()}
+    return {name: x.detach().requires_grad_(gradients) for name, x in named.items()}
+
+
+def with_gradients(outputs: Tensors, leaves: Tensors, upstream: Iterable[Tensor]) -> Tensors:
+    """The outputs, and the leaves' gradients by "d" and their name; upstream: gradients of the outputs, in order."""
+    given = [d.to(x.dtype) for x, d in zip(outputs.values(), upstream)]
+    found = torch.autograd.grad(list(outputs.values()), list(leaves.values()), given)
+    return {n: x.detach() for n, x in outputs.items()} | {f"d{n}": d for n, d in zip(leaves, found, strict=True)}
+
+
+def relative_errors(got: Tensors, truth: Tensors) -> dict[str, float]:
     """|x - ref| / |ref| over each tensor; a gradient below `FLOOR` |dk| (|dx|) is measured against that instead.
 
     A value that is not finite counts as infinitely wrong: NaN would pass a comparison with a bound.
@@ -162,12 +243,12 @@ def relative_errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[st
     return errors
 
 
-def underflowed(truth: dict[str, Tensor]) -> list[str]:
+def underflowed(truth: Tensors) -> list[str]:
     """The gradients that `relative_errors` measures absolutely."""
     floor = _floor(truth)
     return [name for name, ref in truth.items() if name.startswith("d") and float(ref.norm()) < floor]
 
 
-def _floor(truth: dict[str, Tensor]) -> float:
+def _floor(truth: Tensors) -> float:
     yardstick = truth.get("dk", truth.get("dx"))
     return 0.0 if yardstick is None else FLOOR * float(yardstick.norm())

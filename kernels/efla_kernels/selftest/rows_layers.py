@@ -1,37 +1,35 @@
-"""The self-test's rows of the layers around the mixers: the convolution group and the fused loss."""
+"""The self-test's rows of the layers around the mixers: the convolution and the fused loss."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
+from efla_kernels.selftest.accuracy import BF16, FP16, FP32
 from efla_kernels.selftest.accuracy_layers import ConvolutionCase, LossCase
-from efla_kernels.selftest.rows import BF16, FIVE, FP16, FP32, PACKED, Row, _short
+from efla_kernels.selftest.rows import FIVE, PACKED, Row, make_row
 
-LOSS_BOUND = 1e-5
-# Results are rounded once from fp32 sums; G of the loss is rounded as an operand too.
-BOUNDS = {BF16: 4e-3, FP16: 1e-3, FP32: 1e-5}
 CONVOLUTIONS = {
     "off the strips": ConvolutionCase(),
     "one part, off the channel block": ConvolutionCase(widths=(130,), state=True),
     "whole channel blocks": ConvolutionCase(batch=1, tokens=130, widths=(128, 128, 128), bias=True),
     "two strips and a token": ConvolutionCase(batch=3, tokens=65, widths=(16, 16), bias=True, state=True),
     "whole strips": ConvolutionCase(batch=3, tokens=64, bias=True, state=True),
-    "whole strips, three taps, packed": ConvolutionCase(batch=1, tokens=64, taps=3, cu_seqlens=(0, 1, 31, 33, 64)),
+    "whole strips, three taps, packed": ConvolutionCase(
+        batch=1, tokens=64, kernel_size=3, cu_seqlens=(0, 1, 31, 33, 64)
+    ),
     "whole strips and channel blocks": ConvolutionCase(batch=1, tokens=96, widths=(128,), bias=True, scaled=True),
     "shorter than the taps": ConvolutionCase(batch=3, tokens=2, widths=(16, 8), bias=True, state=True),
     "one token": ConvolutionCase(tokens=1, bias=True, state=True),
-    "three taps": ConvolutionCase(batch=1, taps=3, state=True, bias=True),
-    "two taps": ConvolutionCase(batch=1, taps=2, state=True),
-    "one tap": ConvolutionCase(batch=1, tokens=9, taps=1, bias=True),
+    "three taps": ConvolutionCase(batch=1, kernel_size=3, state=True, bias=True),
+    "two taps": ConvolutionCase(batch=1, kernel_size=2, state=True),
+    "one tap": ConvolutionCase(batch=1, tokens=9, kernel_size=1, bias=True),
     "packed": ConvolutionCase(batch=1, tokens=PACKED[-1], bias=True, cu_seqlens=PACKED),
     "packed across strips": ConvolutionCase(batch=1, tokens=200, cu_seqlens=(0, 64, 65, 67, 127, 130, 200)),
     "rows with factors": ConvolutionCase(batch=3, tokens=131, bias=True, scaled=True),
-    "rows with factors, two taps": ConvolutionCase(tokens=65, taps=2, widths=(130,), scaled=True),
-    "rows with factors, one tap": ConvolutionCase(tokens=7, taps=1, widths=(16, 8), scaled=True),
+    "rows with factors, two taps": ConvolutionCase(tokens=65, kernel_size=2, widths=(130,), scaled=True),
+    "rows with factors, one tap": ConvolutionCase(tokens=7, kernel_size=1, widths=(16, 8), scaled=True),
     "rows with factors, three taps, packed": ConvolutionCase(
-        batch=1, tokens=PACKED[-1], taps=3, bias=True, cu_seqlens=PACKED, scaled=True
+        batch=1, tokens=PACKED[-1], kernel_size=3, bias=True, cu_seqlens=PACKED, scaled=True
     ),
     "rows with factors, packed": ConvolutionCase(
         batch=1, tokens=200, cu_seqlens=(0, 64, 65, 67, 127, 130, 200), scaled=True
@@ -47,33 +45,21 @@ WIDE = {
 }
 
 
-class LayerRow(Row):
-    """A row with these layers' own bounds."""
-
-    def bound(self, output: str) -> float:
-        """The largest relative error that passes."""
-        return LOSS_BOUND if output == "loss" else BOUNDS[self.case.dtype]
-
-
-def _row(name: str, case: ConvolutionCase | LossCase, seeds: tuple[int, ...] = (0,)) -> Row:
-    return LayerRow(f"{case.op} {_short(case.dtype)} {name}", case, seeds, group=f"{case.op} {_short(case.dtype)}")
-
-
 def layer_rows() -> list[Row]:
     """The rows for a GPU."""
     rows = []
     for dtype in (BF16, FP16, FP32):
-        rows += [_row(name, replace(case, dtype=dtype)) for name, case in CONVOLUTIONS.items()]
+        rows += [make_row(name, replace(case, dtype=dtype)) for name, case in CONVOLUTIONS.items()]
     for name, case in WIDE.items():
-        rows += [_row(name, replace(case, dtype=dtype)) for dtype in (BF16, FP32)]
+        rows += [make_row(name, replace(case, dtype=dtype)) for dtype in (BF16, FP32)]
     for dtype in (BF16, FP16, FP32):
-        rows += [_row("5000x32000", LossCase(dtype)), _row("17x1001", LossCase(dtype, 17, 64, 1001), FIVE)]
-    return [*rows, _row("2048x8192, wide logits", LossCase(BF16, 2048, 128, 8192, spread=20.0))]
+        rows += [make_row("5000x32000", LossCase(dtype)), make_row("17x1001", LossCase(dtype, 17, 64, 1001), FIVE)]
+    return [*rows, make_row("2048x8192, wide logits", LossCase(BF16, 2048, 128, 8192, spread=20.0))]
 
 
 def layer_interpreter_rows() -> list[Row]:
-    """Small ones, for Triton's interpreter on a CPU."""
+    """Two small rows for Triton's interpreter on a CPU."""
     return [
-        _row("off the strips", CONVOLUTIONS["off the strips"]),
-        _row("20x1001", LossCase(torch.float32, 20, 16, 1001)),
+        make_row("off the strips", CONVOLUTIONS["off the strips"]),
+        make_row("20x1001", LossCase(FP32, 20, 16, 1001)),
     ]

@@ -1,10 +1,10 @@
 """Every kernel against float64 on this machine: `python -m efla_kernels.selftest [--json FILE] [--only TEXT]`.
 
 Run it first on a new GPU. Each row compares outputs, final states and every gradient with the float64 definition on
-the same rounded inputs; memory that kernels are handed is filled with NaN first. Rows run in worker processes, which
-compile side by side; a crash is that row's failure and a fresh worker goes on. Exit code 0 only if every row passes.
+the same rounded inputs. New memory is filled with NaN first. Rows run in worker processes, which compile in parallel. A
+crash fails its row, and a fresh worker continues. The exit code is 0 only if every row passes.
 
-Without an accelerator a small set of rows runs in Triton's interpreter.
+Without a GPU a few rows run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,12 @@ from efla_kernels.selftest.rows import Row, accelerator_rows, interpreter_rows
 from efla_kernels.selftest.rows_layers import layer_interpreter_rows, layer_rows
 from efla_kernels.selftest.rows_ssd import ssd_interpreter_rows, ssd_rows
 
-ROW_SECONDS = 240  # most time for one row, compilation included
+ROW_SECONDS = 240  # time limit of one row, with compilation
 WORKERS = 14
 
 
 def all_rows(full: bool) -> list[Row]:
-    """The rows of this machine, the same list in the parent and in its workers."""
+    """The rows of this machine; parent and workers have the same list."""
     if torch.cuda.is_available():
         return [*accelerator_rows(full), *ssd_rows(), *layer_rows()]
     return [*interpreter_rows(), *ssd_interpreter_rows(), *layer_interpreter_rows()]
@@ -44,7 +46,7 @@ def all_rows(full: bool) -> list[Row]:
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty hands out NaN: what a kernel forgets to write is seen."""
+    """torch.empty returns NaN, so that elements a kernel does not write are noticed."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -57,7 +59,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def run_row(row: Row, device: str) -> dict[str, Any]:
-    """The worst error of each output over the row's seeds, and whether all keep their bounds."""
+    """The worst error of each output over the row's seeds, and the outputs beyond their bounds."""
     worst: dict[str, float] = {}
     absolute: set[str] = set()
     for seed in row.seeds:
@@ -73,39 +75,37 @@ def run_row(row: Row, device: str) -> dict[str, Any]:
 
 
 def work(device: str, full: bool) -> int:
-    """A worker: row numbers on stdin, one JSON line per row on stdout."""
+    """The loop of a worker: row numbers on stdin, one JSON line per row on stdout."""
     rows = all_rows(full)
     for line in sys.stdin:
         start = time.perf_counter()
         try:
             result = run_row(rows[int(line)], device)
-        except Exception as error:  # whatever it is, it is this row's result
+        except Exception as error:  # any failure is this row's result
             result = {"errors": {}, "failed": ["error"], "message": f"{type(error).__name__}: {error}"[:500]}
         result["seconds"] = round(time.perf_counter() - start, 2)
         print(json.dumps(result), flush=True)
         if result["message"]:
-            return 1  # a failed kernel can leave the device context unusable
+            return 1  # a failed kernel can make the device context unusable
     return 0
 
 
 class Worker:
-    """A worker process and the one row it is at."""
+    """A worker process, replaced by a fresh one when a row fails without a result."""
 
     def __init__(self, full: bool) -> None:
-        command = [sys.executable, "-m", "efla_kernels.selftest", "--worker", *(["--full"] if full else [])]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        self.errors: list[str] = []
-        threading.Thread(target=self._drain, daemon=True).start()
+        self.command = [sys.executable, "-m", "efla_kernels.selftest", "--worker", *(["--full"] if full else [])]
+        self.start()
 
-    def _drain(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.errors = [*self.errors[-20:], line.rstrip()]
+    def start(self) -> None:
+        """Start the process."""
+        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115, open as long as the process
+        self.process = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr, text=True
+        )
 
     def run(self, number: int) -> dict[str, Any]:
-        """The row's result; a crash or a row that never ends is a result too."""
+        """The row's result; a crash and a row that takes too long are results too."""
         assert self.process.stdin is not None and self.process.stdout is not None
         late = threading.Timer(ROW_SECONDS, self.process.kill)
         start = time.perf_counter()
@@ -116,54 +116,57 @@ class Worker:
             self.process.stdin.flush()
             line = self.process.stdout.readline()
         late.cancel()
-        with contextlib.suppress(json.JSONDecodeError):
-            return json.loads(line)
-        seconds = time.perf_counter() - start
+        try:
+            result = json.loads(line)
+        except json.JSONDecodeError:
+            result = self.crashed(time.perf_counter() - start)
+        if result["message"]:
+            self.close()
+            self.start()
+        return result
+
+    def crashed(self, seconds: float) -> dict[str, Any]:
+        """The result of a row that gave none."""
         try:
             code = self.process.wait(timeout=20)
-        except subprocess.TimeoutExpired:  # alive, but what it said is no result
+        except subprocess.TimeoutExpired:  # alive, but its line was no result
             self.process.kill()
             code = self.process.wait()
-        said = self.errors[-1] if self.errors else "no message"
+        self.stderr.seek(0)
+        said = ([line.rstrip() for line in self.stderr if line.strip()] or ["no message"])[-1]
         end = f"no result in {ROW_SECONDS} s" if seconds >= ROW_SECONDS else f"worker ended with code {code}: {said}"
         return {"errors": {}, "failed": ["crash"], "message": end[:500], "seconds": round(seconds, 2)}
 
     def close(self) -> None:
+        """End the process."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         self.process.wait()
+        self.stderr.close()
 
 
 def run_rows(rows: list[Row], numbers: list[int], workers: int, full: bool) -> dict[int, dict[str, Any]]:
-    """Results by row number; each group of rows goes to one worker, slow ones to compile first."""
+    """Results by row number; each group of rows goes to one worker, groups that compile slowly first."""
     groups: dict[str, list[int]] = {}
     for number in numbers:
         groups.setdefault(rows[number].group, []).append(number)
-    waiting: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-    for group in sorted(groups.values(), key=lambda g: -rows[g[0]].compile_cost):
-        waiting.put(group)
+    count = min(workers, len(groups))
+    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    for _ in range(count):
+        idle.put(Worker(full))
     results: dict[int, dict[str, Any]] = {}
 
-    def serve() -> None:
-        worker = Worker(full)
-        while True:
-            try:
-                group = waiting.get_nowait()
-            except queue.Empty:
-                worker.close()
-                return
-            for number in group:
-                results[number] = worker.run(number)
-                if results[number]["message"]:
-                    worker.close()
-                    worker = Worker(full)
+    def run_group(group: list[int]) -> None:
+        worker = idle.get()
+        for number in group:
+            results[number] = worker.run(number)
+        idle.put(worker)
 
-    threads = [threading.Thread(target=serve) for _ in range(min(workers, len(groups)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(run_group, sorted(groups.values(), key=lambda g: -rows[g[0]].compile_cost)))
+    for _ in range(count):
+        idle.get().close()
     return results
 
 
@@ -185,7 +188,7 @@ def format_row(row: Row, result: dict[str, Any]) -> str:
 
 
 def report(rows: list[Row], results: dict[int, dict[str, Any]]) -> int:
-    """Print the table and the sum; the number of rows that failed."""
+    """Print the table and the counts; returns the number of rows that failed."""
     print("worst output or state, and worst gradient, beside their bounds (* absolute: the reference underflows)")
     for number, result in sorted(results.items()):
         print(format_row(rows[number], result))
@@ -195,29 +198,29 @@ def report(rows: list[Row], results: dict[int, dict[str, Any]]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the chosen rows and print their table; 1 where one fails."""
+    """Run the chosen rows and print their table; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m efla_kernels.selftest", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", type=Path, help="write the results and what they ran on to this file")
-    parser.add_argument("--only", default="", help="rows whose name holds this text")
+    parser.add_argument("--json", type=Path, help="write the results and the environment to this file")
+    parser.add_argument("--only", default="", help="only rows whose name contains this text")
     parser.add_argument("--workers", type=int, default=min(WORKERS, os.cpu_count() or 1), help="processes at once")
-    parser.add_argument("--full", action="store_true", help="also what takes minutes to compile (fp32 at 256x256)")
+    parser.add_argument("--full", action="store_true", help="also rows that take minutes to compile (fp32 at 256x256)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     gpu = torch.cuda.is_available()
     if options.worker:
         return work("cuda" if gpu else "cpu", options.full)
     if "triton" not in backends.available_backends():
-        print("no Triton on this platform: the ops run in PyTorch here, and `make test` covers those")
+        print("Triton is not installed: the ops run in PyTorch here, and `make test` covers those")
         return 0
     if not gpu:
-        os.environ["TRITON_INTERPRET"] = "1"  # for the workers: here Triton is imported already
-        print("no accelerator found: a few rows in fp32 in Triton's interpreter instead")
+        os.environ["TRITON_INTERPRET"] = "1"  # for the workers; in this process Triton is already imported
+        print("no accelerator found: a few rows in fp32 run in Triton's interpreter instead")
     rows, environment = all_rows(options.full), describe_environment()
     print(" | ".join(f"{name} {value}" for name, value in environment.items() if value is not None), flush=True)
     start = time.perf_counter()
     numbers = [i for i, row in enumerate(rows) if options.only in row.name]
     if not numbers:
-        print(f"--only {options.only!r}: no row has this in its name", file=sys.stderr)
+        print(f"--only {options.only!r}: no row name contains this", file=sys.stderr)
         return 2
     results = run_rows(rows, numbers, options.workers, options.full)
     failed = report(rows, results)
