@@ -76,9 +76,9 @@ def main(settings: TrainSettings) -> int:
 def fit(run: Run, interruption: Interruption) -> tuple[bool, Path | None]:
     """Train from the step that the run has reached. Returns whether the run is finished, and its newest checkpoint.
 
-    Stops early, after saving, if any rank is asked to stop, and at train.stop_at. The checkpoint of a step is written
-    before its validation. A rank that is asked to stop has little time: a running validation is abandoned, none
-    begins, and the next launch makes up for it.
+    Stops early, after saving, if any rank is asked to stop or cannot write its rows, and at train.stop_at. The
+    checkpoint of a step is written before its validation. A rank that is asked to stop has little time: a running
+    validation is abandoned, none begins, and the next launch makes up for it.
     """
     settings, trainer, setup, results = run.settings, run.trainer, run.trainer.setup, run.trainer.results
     train, plan, world, folder = settings.train, setup.plan, setup.world, run.directory.path

@@ -19,8 +19,8 @@ Row = Mapping[str, int | float | None]
 class RunLog:
     """A context manager. All ranks have one; the main process writes.
 
-    steps: of the whole run. resumed_step: the step where this launch begins. on_failure: is called with the error where
-    metrics.jsonl cannot be written.
+    steps: of the whole run. resumed_step: the step where this launch begins. on_failure: called with the error of a
+    row that cannot be written.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class StepResults:
         self.stop = False
         self.last: StepResult | None = None
         self._max_skipped = max_skipped
-        self.in_a_row = 0
+        self.in_a_row = 0  # skipped steps at the end
         self._waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def add(self, step: int, result: Tensor) -> None:
@@ -117,7 +117,7 @@ class StepResults:
         if event is not None:
             event.synchronize()
         loss, norm, skipped, stops = values.tolist()
-        no_targets = skipped > 0 and math.isfinite(loss + norm)
+        no_targets = skipped > 0 and loss == norm == 0.0  # a mean of no losses
         self.last = StepResult(step, math.nan if no_targets else loss, norm, skipped > 0, stops > 0)
         self.stop |= self.last.stop
         self.skipped += self.last.skipped

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from efla_data.atomic import write_atomically
 from efla_data.corpus.assemble import assemble
 from efla_data.corpus.chunk import is_held_out
 from efla_data.corpus.manifest import FILE_NAME, Manifest, TokenizerInfo, load_manifest
@@ -218,7 +219,7 @@ def _keep_plan(partial: Path, recipe: Recipe, chunks: list[list[Piece]]) -> None
                 shutil.rmtree(item)
             elif item.name not in (LOCK, WORKERS_LOCK):
                 item.unlink()
-        _write(path, content)
+        write_atomically(path, content)
     (partial / "chunks").mkdir(exist_ok=True)
     for item in (partial / "chunks").iterdir():
         if item.name.split(".")[1].isdigit():  # NUMBER.PROCESS.*: a killed worker was writing it
@@ -235,7 +236,7 @@ def _keep_tokenizer(partial: Path, recipe: Recipe, chunks: list[list[Piece]]) ->
         tokenizer = find_tokenizer(recipe.tokenizer)
     info = describe_tokenizer(tokenizer, recipe.bos)
     save_tokenizer(tokenizer, partial / TOKENIZER, info.add_bos)
-    _write(partial / INFO, json.dumps(dataclasses.asdict(info)))
+    write_atomically(partial / INFO, json.dumps(dataclasses.asdict(info)))
     return info
 
 
@@ -249,12 +250,6 @@ def _training_texts(recipe: Recipe, chunks: list[list[Piece]]) -> Iterator[str]:
                 size += len(encoded)
             if size >= TRAINING_BYTES:
                 return
-
-
-def _write(path: Path, content: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(content, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _replace(files: Path, out: Path) -> None:
