@@ -11,9 +11,7 @@ import pytest
 from scripts import readme_table
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [
-    p for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("data/*.md"), *ROOT.glob("kernels/**/*.md"))
-]
+PAGES = [page for pattern in ("*.md", "docs/*.md", "data/*.md", "kernels/**/*.md") for page in ROOT.glob(pattern)]
 
 
 def test_the_table_is_that_of_the_result_file() -> None:
