@@ -1,6 +1,6 @@
 """What EFLA's gate and its values each change against DeltaNet, in language modelling, with intervals:
 
-    python -m scripts.lm_study data_dir=data/tokens/local                        every trial; again to continue
+    python -m scripts.lm_study data_dir=FOLDER                                  every trial; again to continue
     python -m scripts.lm_study data_dir=FOLDER tokens=10485760 budget_seconds=480 parallel_runs=2
     python -m scripts.lm_study replot=results/lm_study/lm_study.json             tables and figures alone
 

@@ -24,6 +24,7 @@ from scripts.lm_study.settings import LmStudySettings, Trial, train_arguments
 from scripts.study.launcher import last_error
 
 Record = dict[str, Any]
+APART_SECONDS = 7.0  # first runs begin so far apart: runs that end together leave the GPU idle while they save
 ENDED = ("done", "diverged")  # states of a run that is not run again
 DIVERGED = re.compile(r"error: (\d+ updates in a row were not finite.*?)(?:;|$)", re.MULTILINE)
 
@@ -41,6 +42,7 @@ class Trainers:
         self._stop = context.Event()
         self._pool = ProcessPoolExecutor(settings.parallel_runs, context, worker.initialise, (self._stop,))
         self._handlers: dict[int, Any] = {}
+        self._begun = 0
 
     def __enter__(self) -> Trainers:
         self._settings.runs.mkdir(parents=True, exist_ok=True)
@@ -62,8 +64,10 @@ class Trainers:
             while waiting and len(running) < self._settings.parallel_runs and not self._over():
                 trial = waiting.popleft()
                 log = self._settings.runs / f"{trial.name}.log"
-                future = self._pool.submit(worker.train, train_arguments(trial, self._settings), log, self._deadline)
-                running[future] = trial
+                delay = APART_SECONDS * self._begun if self._begun < self._settings.parallel_runs else 0.0
+                arguments = train_arguments(trial, self._settings)
+                running[self._pool.submit(worker.train, arguments, log, self._deadline, delay)] = trial
+                self._begun += 1
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 trial = running.pop(future)
                 try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from efla_lm.errors import UserError
-from efla_lm.settings import MISSING, PATH, key
+from efla_lm.settings import PATH, key
 from scripts.study.checks import expect_above_zero, expect_at_least
 
 
@@ -28,7 +28,7 @@ class LmStudySettings:
         "how many of the seeds train at every rate; the others train every arm at the rates that are best for some arm",
     )
     size: str = key("50m", "widths (size=NAME)")
-    data_dir: str = key(MISSING, "folder of token files with a held-out split", path=PATH)
+    data_dir: str = key("data/tokens/local", "folder of token files with a held-out split", path=PATH)
     context: int = key(2048, "positions of a window")
     tokens: int = key(81_788_928, "training tokens of a run, rounded up to whole updates")
     batch_tokens: int = key(32768, "tokens of a global batch")

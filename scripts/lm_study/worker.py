@@ -37,13 +37,14 @@ def initialise(stop: Event) -> None:
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
 
 
-def train(arguments: Sequence[str], log: Path, deadline: float | None) -> tuple[int, float]:
+def train(arguments: Sequence[str], log: Path, deadline: float | None, delay: float = 0.0) -> tuple[int, float]:
     """Run `train.py ARGUMENTS` in this process, its output appended to `log`; (exit code, seconds).
 
     An exception is a traceback in the log and exit code 1.
 
-    deadline: the time (`time.time`) at which the run saves and stops, or None.
+    deadline: the time (`time.time`) at which the run saves and stops, or None. delay: seconds to wait first.
     """
+    time.sleep(delay)
     begin, command = time.perf_counter(), sys.argv
     sys.argv = [str(ROOT / "train.py"), *arguments]
     try:
