@@ -21,8 +21,23 @@ from rich.console import Console
 from rich.table import Table
 
 from efla_lm.errors import UserError
-from efla_lm.evaluation.columns import PAPER_COLUMNS
 
+# Columns of the paper's Table 1 [paper, section 3]: heading, task, metric in lm-eval's words, one of the accuracies
+PAPER_COLUMNS = (
+    ("Wiki ppl", "wikitext", "word_perplexity,none", False),
+    ("LMB ppl", "lambada_openai", "perplexity,none", False),
+    ("LMB acc", "lambada_openai", "acc,none", True),
+    ("PIQA acc", "piqa", "acc,none", True),
+    ("Hella acc_n", "hellaswag", "acc_norm,none", True),
+    ("Wino acc", "winogrande", "acc,none", True),
+    ("ARC-e acc", "arc_easy", "acc,none", True),
+    ("ARC-c acc_n", "arc_challenge", "acc_norm,none", True),
+    ("BoolQ acc", "boolq", "acc,none", True),
+    ("OBQA acc_n", "openbookqa", "acc_norm,none", True),
+    ("SciQ acc", "sciq", "acc,none", True),
+)
+
+PAPER_TASKS = tuple(dict.fromkeys(task for _, task, *_ in PAPER_COLUMNS))  # the ten, in the order of the columns
 PACKAGES = ("efla-lm", "lm_eval", "torch", "transformers", "tokenizers", "datasets")
 
 

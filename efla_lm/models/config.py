@@ -11,9 +11,6 @@ from transformers import PretrainedConfig
 
 from efla_lm.models.rules import RULES, Rule
 
-DELTA_MIXERS = tuple(name for name, rule in RULES.items() if rule.delta)
-GATED_MIXERS = tuple(name for name, rule in RULES.items() if rule.gated)
-
 # Keys that transformers writes into every config.json besides the fields that its base class declares.
 _WRITTEN_BY_TRANSFORMERS = {
     "architectures", "attn_implementation", "auto_map", "dtype", "experts_implementation", "model_type", "name_or_path",
@@ -138,7 +135,8 @@ class EflaConfig(PretrainedConfig):
         if self.mixer == "attention" and self.head_dim % 2:
             raise ValueError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
         if self.output_gate and not self.rule.delta:
-            raise ValueError(f"output_gate belongs to {', '.join(DELTA_MIXERS)}; the mixer is {self.mixer}")
+            names = ", ".join(name for name, rule in RULES.items() if rule.delta)
+            raise ValueError(f"output_gate belongs to {names}; the mixer is {self.mixer}")
 
     @property
     def rule(self) -> Rule:

@@ -8,6 +8,7 @@ difference of a request's log-likelihood. Exit code 1 where values or counts dif
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,29 @@ from rich.table import Table
 from efla_lm.devices import choose_device
 from efla_lm.errors import UserError
 from efla_lm.evaluation import checkpoints, results
-from efla_lm.evaluation.columns import PAPER_TASKS
-from efla_lm.evaluation.settings import EvalCompareSettings
+from efla_lm.evaluation.results import PAPER_TASKS
 from efla_lm.settings import check_output, entry
+from efla_lm.settings.fields import MISSING, PATH, PATH_OR_HUB, key
 from scripts.study import result_file
+
+
+@dataclass
+class EvalCompareSettings:
+    """All of `python -m scripts.eval_compare`."""
+
+    checkpoint: str = key(MISSING, "export or model folder, or a hub name", path=PATH_OR_HUB)
+    local_dir: str | None = key(None, "folder of local copies of the tasks; null: the hub", path=PATH)
+    limit: int | None = key(None, "first documents of each task only; null: all")
+    device: str = key("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    stock_batch_size: int = key(64, "rows per batch of the stock model (its own default is 1)")
+    out: str = key("results/eval_compare.json", "result file", path=PATH)
+
+    def validate(self) -> None:
+        """Raise UserError for values that nothing can be compared with. Called once by `entry`."""
+        for name in ("limit", "stock_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value}: expected at least 1")
 
 
 @entry("eval_compare", EvalCompareSettings)

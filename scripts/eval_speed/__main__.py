@@ -24,11 +24,11 @@ from efla_kernels.environment import commit
 from efla_lm.devices import choose_device
 from efla_lm.errors import UserError
 from efla_lm.evaluation import checkpoints, results
-from efla_lm.evaluation.settings import EvalSpeedSettings
 from efla_lm.models import EflaConfig, EflaForCausalLM, initialise
 from efla_lm.models.pretrained import load_tokenizer
 from efla_lm.settings import TrainSettings, check_output, compose, entry
 from scripts.eval_compare.run import compare_values
+from scripts.eval_speed.settings import EvalSpeedSettings
 from scripts.study import result_file
 from scripts.study.launcher import python, timed_command
 

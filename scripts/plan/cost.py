@@ -37,7 +37,6 @@ from dataclasses import dataclass
 from efla_kernels.layers.cross_entropy import logit_rows
 
 from efla_lm.models import EflaConfig, count_parameters
-from efla_lm.models.config import DELTA_MIXERS, GATED_MIXERS
 from efla_lm.parallel.gpus import Gpu
 
 CHUNK, SSD_CHUNK = 64, 128  # tokens of the kernels' chunks
@@ -75,9 +74,9 @@ def saved_per_token(config: EflaConfig, checkpointing: str = "none") -> float:
         op = E + 4 * config.mamba_heads + states * E * config.state_size / SSD_CHUNK
         mixer = 2 * E + narrow + config.mamba_heads + (0 if again else (E + narrow) + E)
         mixer += 0 if checkpointing == "products" else op
-    elif config.mixer in DELTA_MIXERS:
+    elif config.rule.delta:
         K = V = config.head_dim
-        decays = config.mixer in GATED_MIXERS
+        decays = config.rule.gated
         op = A + H * (CHUNK + (10 if decays else 8)) + states * H * (CHUNK + K * V / CHUNK + V)
         op += 0 if config.output_gate else 2 * H
         keeps_values = decays or not states or config.rule.value_power != 0

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from efla_lm.errors import UserError
-from efla_lm.models.config import DELTA_MIXERS
 from efla_lm.models.rules import RULES
 
 EDGES = tuple(10 ** (0.1 * n) for n in range(-50, 21))  # of beta lam's histogram: ten bins a decade, 1e-5 to 100
@@ -48,8 +47,9 @@ def record(model: Any, ids: Tensor) -> list[Recorded]:
         UserError: the model has no delta rule.
     """
     mixer = getattr(model.config, "mixer", None)
-    if mixer not in DELTA_MIXERS:
-        raise UserError(f"the discretisation error is defined for {', '.join(DELTA_MIXERS)}; the model is {mixer}")
+    delta = [name for name, rule in RULES.items() if rule.delta]
+    if mixer not in delta:
+        raise UserError(f"the discretisation error is defined for {', '.join(delta)}; the model is {mixer}")
     found: list[Recorded] = []
     layers = [block.mixer for block in model.model.layers]
     rules = [layer.rule for layer in layers]

@@ -7,13 +7,24 @@ file. Writes table1.md, table1.csv and table1.tex and prints the first.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from efla_lm.errors import UserError
-from efla_lm.evaluation.settings import Table1Settings
 from efla_lm.settings import entry
+from efla_lm.settings.fields import PATH, key
 from scripts.table1 import files as table1_files
 from scripts.table1 import table as table1
+
+
+@dataclass
+class Table1Settings:
+    """All of `python -m scripts.table1`."""
+
+    runs: list[str] = key(  # noqa: RUF009  (returns a dataclasses.field)
+        [], "run directories, folders of result files, or result files", path=PATH
+    )
+    out: str = key("results/table1", "folder of table1.md, table1.csv and table1.tex", path=PATH)
 
 
 @entry("table1", Table1Settings)

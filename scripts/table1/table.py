@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from efla_lm.errors import UserError
-from efla_lm.evaluation.columns import PAPER_COLUMNS
+from efla_lm.evaluation.results import PAPER_COLUMNS
 
 PAPER = Path(__file__).resolve().parents[2] / "docs" / "paper" / "table1.json"
 AVERAGE = "avg"

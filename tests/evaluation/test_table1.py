@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from efla_lm.evaluation.columns import PAPER_COLUMNS
-from efla_lm.evaluation.results import print_table
+from efla_lm.evaluation.results import PAPER_COLUMNS, print_table
 from scripts.table1 import table as table1
 from scripts.table1.__main__ import main as command
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from efla_lm import EflaForCausalLM
-from efla_lm.models.config import GATED_MIXERS
+from efla_lm.models.rules import RULES
 from tests.models.tiny import VOCABULARY, perturb, tiny_model, tokens
 
 
@@ -107,7 +107,7 @@ class PlainBlock(nn.Module):
         x = F.rms_norm(hidden, (64,), self.ours.mixer_norm.weight, 1e-6)
         o = self.recurrence(*self.convolved(x), x)
         o = o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + 1e-6) * mixer.o_norm.weight
-        if self.mixer in GATED_MIXERS:
+        if RULES[self.mixer].gated:
             o = o * F.silu((x @ mixer.g_proj.weight.T).unflatten(-1, (self.heads, -1)))
         hidden = hidden + o.flatten(2) @ mixer.o_proj.weight.T
         x = F.rms_norm(hidden, (64,), self.ours.mlp_norm.weight, 1e-6)
@@ -120,7 +120,7 @@ class PlainBlock(nn.Module):
         beta = torch.sigmoid(x @ mixer.b_proj.weight.T)
         q = q / (q.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()
         g = torch.ones_like(beta)
-        if self.mixer in GATED_MIXERS:
+        if RULES[self.mixer].gated:
             dt = F.softplus(x @ mixer.a_proj.weight.T + mixer.decay.dt_bias)
             g = (-mixer.decay.A_log.exp() * dt).exp()
         if "deltanet" in self.mixer:
