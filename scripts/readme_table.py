@@ -17,7 +17,8 @@ NAMES = {"efla_lm": "EFLA, efla-lm", "fla": "DeltaNet, fla in flame's set-up"}
 
 def table(result: dict[str, Any]) -> str:
     """Tokens per second, MFU and peak memory of each point, ours beside the peer's, all from one visit to one GPU."""
-    about, rows = result["environment"], {}
+    about = result["environment"]
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:
         key = f"{row['size'].replace('1b3', '1.3B').replace('340m', '340M')}, {row['batch']} x {row['tokens']}"
         rows.setdefault(key, {})[row["impl"]] = row

@@ -7,7 +7,9 @@ share the few microseconds that a replay of the graph costs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import efla_kernels
 import torch
@@ -53,7 +55,7 @@ def layers(tensors: Tensors, least: int) -> list[Tensors]:
 
 def truth(rule: str, tensors: Tensors) -> Tensor:
     """y in float64 from the rounded inputs."""
-    wide = {name: x.to(torch.float64, copy=True) for name, x in tensors.items()}
+    wide: dict[str, Any] = {name: x.to(torch.float64, copy=True) for name, x in tensors.items()}
     if rule == "mamba2":
         return efla_kernels.mamba2_step(**wide, backend="torch")
     return efla_kernels.decode_step(rule, **wide, backend="torch")
@@ -63,9 +65,8 @@ def make_step(rule: str, impl: str, tensors: Tensors) -> Step:
     """A function that decodes one token from `tensors` and may update their states; raises `Unserved`."""
     if impl in ("ours", "torch"):
         backend = "triton" if impl == "ours" else "torch"
-        if rule == "mamba2":
-            return lambda: efla_kernels.mamba2_step(**tensors, backend=backend)
-        return lambda: efla_kernels.decode_step(rule, **tensors, backend=backend)
+        op = efla_kernels.mamba2_step if rule == "mamba2" else functools.partial(efla_kernels.decode_step, rule)
+        return functools.partial(op, **tensors, backend=backend)
     if impl == "mamba_ssm":
         try:
             kernel = mamba_calls.mamba_ssm_kernel("selective_state_update", "selective_state_update")

@@ -14,6 +14,7 @@ All seeds and rates of a mixer are trained as one stack. A stopped command conti
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -139,7 +140,8 @@ def run_mixer(
     validation = accuracy(model, x[:held], y[:held], prepare) if held else [None] * len(members)
     test = accuracy(model, torch.from_numpy(test_images).to(device), test_labels, prepare)
     tested = [n for n, m in enumerate(members) if settings.setting == "strict" or m.rate == report.script_rate(mixer)]
-    found, spent = [], 0.0
+    found: list[Any] = []
+    spent = 0.0
     if tested:
         some, first = chosen(model, tested), slice(settings.images.corrupted)
         found, spent = timed(

@@ -125,7 +125,7 @@ def test_every_command_takes_the_checkpoint_before(
             assert "step-4 to" in said.out
     assert run_here(corpus, runs, "name=run", *LENGTH, "train.stop_at=5") == 0
     said = capsys.readouterr()
-    assert said.out.count("passing over a damaged checkpoint") == 1 and "update 4 from" in said.out and not said.err
+    assert said.out.count("passing over a damaged checkpoint") == 1 and "step 4 from" in said.out and not said.err
     named = f"checkpoint={runs / 'run' / 'checkpoints' / 'step-6'}"
     assert export.main.run([named, f"{out}3"]) == 1
     assert "damaged checkpoint" in capsys.readouterr().err
@@ -155,7 +155,7 @@ def test_a_checkpoint_without_checksums_resumes(runs: Path, corpus: Path, capsys
     assert read_meta(newest).format == UNSEALED_FORMAT
     assert fault_in(newest) is None and damage_in(newest) is None and weights_damage(newest) is None
     assert run_here(corpus, runs, "name=run", *LENGTH) == 0
-    assert "update 6 from" in capsys.readouterr().out
+    assert "step 6 from" in capsys.readouterr().out
     assert run_here(corpus, runs, "name=straight", *LENGTH) == 0
     assert_same_weights(weights(runs, "run", 8), weights(runs, "straight", 8))
 

@@ -97,7 +97,7 @@ def ssd_ops(recompute: bool) -> SimpleNamespace:
     def run(
         *tensors: Any, initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return _run(Inputs(*tensors, initial_state, cu_seqlens, output_final_state, False), recompute)
+        return _run(Inputs(*(*tensors, initial_state, cu_seqlens, output_final_state, False)), recompute)
 
     def mamba2_step(x, dt, A_log, B, C, D, dt_bias, dt_mask, state):
         _check(x, B, C)
