@@ -82,7 +82,7 @@ def main(settings: EvalSettings) -> int:
             "settings": to_dict(settings),
         }
         limited = f", first {settings.limit} documents" if settings.limit else ""
-        with lasting_output():  # the table first, whatever becomes of the disk; the file then, whoever reads the table
+        with lasting_output():  # the table is printed before the file is written: the disk may be full
             results.print_table(found, f"{settings.tasks.name} on {checkpoint.location}{limited}")
         path = results.write(out_folder(settings, checkpoint), f"{settings.tasks.name}-{checkpoint.label}", found)
         print(f"result: {path}")
