@@ -6,8 +6,8 @@
 
 Every trial is a run of train.py. First all arms meet all rates with the first seeds (`sweep_seeds`); then the further
 seeds train every arm at the rates that are best for some arm. `out/lm_study.json` holds every run as it ended; trials
-that it has are not run again, and a run that was stopped continues from its checkpoint if its folder is there, else from
-the start.
+that it has are not run again, and a run that was stopped continues from its checkpoint if its folder is there, else
+from the start.
 """
 
 from __future__ import annotations
