@@ -3,7 +3,6 @@
 The work is done by `efla_data.corpus.prepare`; this is its command line. A stopped run continues where it was.
 """
 
-import sys
 import time
 
 from efla_data.corpus.prepare import available_cores, prepare
@@ -12,6 +11,7 @@ from efla_data.corpus.recipe import Recipe
 
 from efla_lm.errors import UserError
 from efla_lm.settings import DataSettings, PrepareSettings, entry
+from scripts.study.progress import ProgressLine
 
 
 def make_recipe(data: DataSettings) -> Recipe:
@@ -24,52 +24,32 @@ def make_recipe(data: DataSettings) -> Recipe:
     return data.recipe()
 
 
-class Line:
-    """Progress on one line that is written over on a terminal, on a line every ten seconds elsewhere."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._last = time.monotonic()
-
-    def show(self, progress: Progress) -> None:
-        """Print the progress, with an estimate of the time left."""
-        now = time.monotonic()
-        if not self._terminal and now - self._last < 10:
-            return
-        self._last = now
-        rate = progress.tokens / max(progress.seconds, 1e-9)
-        left = progress.seconds_left
-        text = (
-            f"{progress.fraction:4.0%}  part {progress.chunks_done} of {progress.chunks}  "
-            f"{progress.tokens / 1e6:,.1f} M tokens  {rate / 1e6:.2f} M tokens/s  "
-            f"{'' if left is None else f'{left:,.0f} s left'}"
-        )
-        print(
-            f"\r\033[K{text}" if self._terminal else text,
-            end="" if self._terminal else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def tell(self, text: str) -> None:
-        """Print a note on a line of its own."""
-        self.end()
-        print(f"note: {text}", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Clear the line of a terminal."""
-        if self._terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+def progress_text(progress: Progress) -> str:
+    """The share that is done, the speed, and an estimate of the time left."""
+    rate = progress.tokens / max(progress.seconds, 1e-9)
+    left = progress.seconds_left
+    return (
+        f"{progress.fraction:4.0%}  part {progress.chunks_done} of {progress.chunks}  "
+        f"{progress.tokens / 1e6:,.1f} M tokens  {rate / 1e6:.2f} M tokens/s  "
+        f"{'' if left is None else f'{left:,.0f} s left'}"
+    )
 
 
 @entry("prepare", PrepareSettings)
 def main(settings: PrepareSettings) -> None:
     """Turn text into token files that training reads: tokenise, hold out documents, write a manifest."""
     recipe, processes = make_recipe(settings.data), settings.processes or available_cores()
-    line = Line()
+    line = ProgressLine()
+
+    def show(progress: Progress) -> None:
+        line.show(progress_text(progress))
+
+    def tell(text: str) -> None:
+        line.end(f"note: {text}")
+
     start = time.monotonic()
     try:
-        manifest = prepare(recipe, settings.data.dir, processes, settings.overwrite, line.show, line.tell)
+        manifest = prepare(recipe, settings.data.dir, processes, settings.overwrite, show, tell)
     finally:
         line.end()
     print(f"{settings.data.dir}  ({time.monotonic() - start:.1f} s, {processes} processes)")
